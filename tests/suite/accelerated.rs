@@ -1,4 +1,4 @@
-//! Burn's own `attention` on our kernels. Each test has a process of its own: what runs beneath Burn is chosen before the first tensor of a program.
+//! Burn's own `attention` on our kernels. Each test runs in its own process, because the choice must be made before the first tensor of a program.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use burn_blocksparse::module::{
 use super::burn_attention::{BIASES, MASKS, Mask, OPTIONS, SIZES, problem};
 use burn_blocksparse_tests::prelude::*;
 
-/// Whether this is the test's own process. Where there are kernels it is started, and must pass.
+/// Returns whether this is the test's own process. Otherwise starts it on devices with kernels, and requires it to pass.
 fn alone(name: &str) -> bool {
     const ALONE: &str = "BURN_SPARSE_TEST_ALONE";
     if std::env::var_os(ALONE).is_some() {
@@ -30,7 +30,7 @@ fn alone(name: &str) -> bool {
     false
 }
 
-/// How many calls ran on kernels, and how many as before.
+/// Returns the number of calls on kernels, and of calls that fell back.
 fn counts() -> (u64, u64) {
     let counts = accelerated_attention();
     (counts.taken, counts.fallen_back)
@@ -69,7 +69,7 @@ fn burns_attention_runs_on_kernels() {
         }
     }
 
-    // Keys that entries of the batch share are for Burn to broadcast, which it does where there is a scale.
+    // Burn broadcasts keys that batch entries share if a scale is set.
     let options = OPTIONS[3];
     let problem = problem(8900, SIZES[0], None, None, options);
     for device in &devices {
@@ -89,14 +89,14 @@ fn burns_attention_runs_on_kernels() {
     );
     assert_eq!(printed, expected);
 
-    // Where autodiff follows the tensors Burn computes attention by operations of its own.
+    // On autodiff devices Burn computes attention by its own operations.
     for device in &devices {
         let [q, k, v, _] = inputs(&problem, &device.clone().autodiff(), DType::F32);
         let q = q.require_grad();
         let out = attention(q.clone(), k, v, None, None, options);
         let grads = out.sum().backward();
         q.grad(&grads).unwrap().into_data();
-        // Software Vulkan crashes where a process ends before what was asked of it.
+        // Software Vulkan crashes if a process ends with pending work.
         device.sync().unwrap();
     }
     assert_eq!(counts(), (calls + shared, shared));

@@ -1,4 +1,4 @@
-//! Which modules import which, read from the sources: no circles, and the arrows of `docs/dev/design.md`.
+//! Imports among modules, read from the sources: no cycles, and the arrows of `docs/dev/design.md`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use crate::public_names::{ends, root};
 
-/// What modules at the root of a crate must not import: crate, these, those.
+/// Forbidden imports of modules at the root of a crate: crate, importing modules, imported modules.
 const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
-    // What all kernels share knows none of them.
+    // Code that all kernels share imports no kernel.
     (
         "crates/blocksparse-cubecl",
         &["arch", "shared"],
@@ -19,7 +19,7 @@ const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
         &["primitives"],
         &["hopper", "mma", "on_device", "rows", "simt"],
     ),
-    // The tiers of attention know no other kind of kernel.
+    // The tiers of attention import no other kind of kernel.
     (
         "crates/blocksparse-cubecl",
         &["simt", "mma", "hopper"],
@@ -27,7 +27,7 @@ const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
     ),
 ];
 
-/// Crates from below to above: none depends on one that stands behind it.
+/// Crates in dependency order: none depends on a later one.
 const CRATES: &[&str] = &[
     "crates/blocksparse",
     "crates/blocksparse-cubecl",
@@ -38,10 +38,10 @@ const CRATES: &[&str] = &[
     "contrib/burn-paged-attention",
 ];
 
-/// Modules, with those that each of them imports.
+/// Modules with their imports.
 type Imports = BTreeMap<String, BTreeSet<String>>;
 
-/// The files of a crate by their modules, with what each imports, from the root of the crate on.
+/// Returns the modules of a crate with their imports, as paths from the crate's root.
 fn files(name: &str) -> BTreeMap<Vec<String>, Vec<Vec<String>>> {
     let root = root().join(name).join("src");
     (sources(&root).iter())
@@ -57,7 +57,7 @@ fn files(name: &str) -> BTreeMap<Vec<String>, Vec<Vec<String>>> {
         .collect()
 }
 
-/// The paths in a file's code that begin with `crate::`, or with `super::` of a module above it.
+/// Returns the paths in a file's code that begin with `crate::`, or with `super::` of an ancestor module.
 fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
     let mut found = Vec::new();
     let first = |word| code.match_indices(word);
@@ -77,7 +77,7 @@ fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
     found
 }
 
-/// The modules at the root of a crate, with those that each of them imports.
+/// Returns the modules at the root of a crate with their imports.
 fn imports(name: &str) -> Imports {
     let files = files(name);
     let known: Imports = (files.keys())
@@ -93,7 +93,7 @@ fn imports(name: &str) -> Imports {
     found
 }
 
-/// The files of a crate but for its folders' `mod.rs`, which hand on what stands below them, with those that each imports.
+/// Returns the files of a crate with their imports, except folders' `mod.rs`, which re-export.
 fn imports_of_files(name: &str) -> Imports {
     let files = files(name);
     let is_folder = |module: &[String]| {
@@ -118,7 +118,7 @@ fn imports_of_files(name: &str) -> Imports {
         .collect()
 }
 
-/// The sources in a folder but for what only tests read.
+/// Returns the sources in a folder, except test code.
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).expect("a folder");
     let paths = entries.map(|entry| entry.expect("an entry").path());
@@ -136,7 +136,7 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The module of a file, from the root of its crate on.
+/// Returns the module path of a file, from the root of its crate.
 fn module(file: &Path) -> Vec<String> {
     let path = file.with_extension("");
     let mut parts: Vec<_> = path
@@ -152,7 +152,7 @@ fn module(file: &Path) -> Vec<String> {
     parts
 }
 
-/// What a module imports, and what that imports, and so on.
+/// Returns the transitive imports of a module.
 fn reached(imports: &Imports, module: &str) -> BTreeSet<String> {
     let mut reached = BTreeSet::new();
     let mut next = vec![module.to_owned()];
@@ -207,7 +207,7 @@ fn crates_depend_one_way() {
             assert!(!text.contains(&line), "{path} depends on {other}");
         }
     }
-    // Training ops have no attention: of the crate below them they take what all ops share.
+    // Training ops do not use attention: of the crate below they use only what all ops share.
     for path in sources(&root().join("crates/burn-fused-ops/src")) {
         let text = fs::read_to_string(&path).expect("a source");
         for word in ["Attention", "BlockLayout", "DeviceLayout"] {

@@ -10,7 +10,7 @@ fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 30, 8).unwrap()
 }
 
-/// Ten blocks a head.
+/// Returns weights with ten blocks per head.
 fn weights(device: &Device) -> BlockSparseTensor {
     BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
 }

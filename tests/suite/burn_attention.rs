@@ -1,4 +1,4 @@
-//! Burn's signature of attention: every way to mask and to bias against loops in f64, with gradients of q, k, v and bias.
+//! Burn's signature of attention: every kind of mask and bias against f64 loops, with gradients with respect to q, k, v and bias.
 
 use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
@@ -16,7 +16,7 @@ type Function = fn(
     AttentionModuleOptions,
 ) -> Tensor<4>;
 
-/// Within a block, over ragged ones, and unequal either way; as many heads of keys as of queries, and fewer.
+/// Within a block, ragged, more queries or more keys; equal and fewer KV heads.
 pub(super) const SIZES: [Sizes; 4] = [
     Sizes::new([2, 3, 3], [70, 70], [12, 12]),
     Sizes::new([2, 3, 3], [40, 90], [20, 20]),
@@ -24,7 +24,7 @@ pub(super) const SIZES: [Sizes; 4] = [
     Sizes::new([2, 2, 2], [5, 7], [6, 10]),
 ];
 
-/// Which sizes of a mask or a bias are shared.
+/// Dimensions in which a mask or a bias has size 1.
 pub(super) type Shared = [bool; 4];
 
 pub(super) const MASKS: [Option<Shared>; 6] = [
@@ -43,7 +43,7 @@ pub(super) const BIASES: [Option<[bool; 3]>; 4] = [
     Some([false, true, true]),
 ];
 
-/// Burn's gradient of a division takes 1 / softcap in f32, which is exact for a power of 2.
+/// Burn's gradient of a division uses 1 / softcap in f32, which is exact for a power of 2.
 pub(super) const OPTIONS: [AttentionModuleOptions; 4] = [
     options(None, None, false),
     options(None, None, true),
@@ -63,7 +63,7 @@ const fn options(
     }
 }
 
-/// A mask as Burn's functions take it: what is true is masked out.
+/// A mask in Burn's convention: true is masked out.
 #[derive(Clone)]
 pub(super) struct Mask {
     dims: [usize; 4],
@@ -71,7 +71,7 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// Masks a third, and with a row for each query all of every fifth one.
+    /// Masks a third of the pairs and, with a row per query, all of every fifth row.
     pub(super) fn random(seed: u64, sizes: Sizes, shared: Shared) -> Self {
         let mut dims = [sizes.batch, sizes.heads, sizes.seq_q, sizes.seq_kv];
         for (length, shared) in dims.iter_mut().zip(shared) {
@@ -97,7 +97,7 @@ impl Mask {
     }
 }
 
-/// What loops make of the arguments.
+/// Makes the problem that f64 loops solve.
 pub(super) fn problem(
     seed: u64,
     sizes: Sizes,
@@ -117,7 +117,7 @@ pub(super) fn problem(
     }
 }
 
-/// Output, and gradients of `sum(out · grad_out)` by q, k, v and bias.
+/// Returns the output, and the gradients of `sum(out · grad_out)` with respect to q, k, v and bias.
 fn run(
     function: Function,
     problem: &Problem,
@@ -191,7 +191,7 @@ fn masks_and_biases_in_half_precision() {
     }
 }
 
-/// The meaning is Burn's: the order of scale, softcap, masks and bias, where causality begins, and what rows without a pair give.
+/// The semantics are Burn's: the order of scale, softcap, masks and bias, the alignment of causality, and rows without a pair.
 #[test]
 fn equals_burns_fallback() {
     let exact = Device::flex();
@@ -201,7 +201,7 @@ fn equals_burns_fallback() {
                 let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
                 let mask = mask.as_ref();
                 let mut problem = problem(seed, sizes, mask, BIASES[2], options);
-                // Burn divides gradients of rows without a pair by the least normal number: they must not overflow.
+                // Burn divides gradients of rows without a pair by the smallest normal number; they must not overflow.
                 problem.grad_out.iter_mut().for_each(|grad| *grad /= 64.0);
                 let run = |function| run(function, &problem, mask, options, &exact, DType::F64);
                 let what = format!("{sizes:?}, mask {shared:?}, {options:?}");
@@ -211,7 +211,7 @@ fn equals_burns_fallback() {
     }
 }
 
-/// Rows in which everything is masked, by each way to mask them all: zeros, and gradients as if they were not there.
+/// Rows that are masked entirely, by each possible way, give zeros, and gradients as if they did not exist.
 #[test]
 fn rows_without_a_pair_are_zeros() {
     for (of_keys, by_bias) in [(false, false), (true, false), (false, true)] {
@@ -223,7 +223,7 @@ fn check_empty_rows(of_keys: bool, by_bias: bool) {
     let sizes = SIZES[1];
     let shared = [false, true, of_keys, false];
     let mut mask = Mask::random(7700, sizes, shared);
-    // All of the second entry.
+    // All of the second batch entry.
     let half = mask.masked.len() / 2;
     mask.masked[half..].fill(true);
     for options in OPTIONS {
@@ -232,7 +232,7 @@ fn check_empty_rows(of_keys: bool, by_bias: bool) {
                 let what = format!("{of_keys}, {by_bias}, {options:?}, {device:?}, {dtype:?}");
                 let mut problem = problem(7700, sizes, Some(&mask), None, options);
                 let given = if by_bias {
-                    // Burn's users write −∞ for what is masked.
+                    // Burn's users write −∞ for masked pairs.
                     let value = |masked: bool| if masked { f64::NEG_INFINITY } else { 0.5 };
                     let values = mask.masked.iter().copied().map(value).collect();
                     let shape = mask.dims;
@@ -251,7 +251,7 @@ fn check_empty_rows(of_keys: bool, by_bias: bool) {
     }
 }
 
-/// A number for all keys of a row moves nothing, and has no gradient but of rounding.
+/// A constant added to a row's scores changes nothing, and its gradient is only rounding.
 #[test]
 fn a_bias_of_rows_changes_nothing() {
     let (sizes, options) = (SIZES[0], OPTIONS[1]);
@@ -288,7 +288,7 @@ fn a_mask_read_once_gives_the_same() {
     }
 }
 
-/// A call with a mask and a bias of those sizes.
+/// Makes a call with a mask and a bias of these sizes.
 fn call_of(
     qkv: [[usize; 4]; 3],
     mask: Option<[usize; 4]>,

@@ -1,4 +1,4 @@
-//! `SparseAttentionCall`: its outputs are those asked for, and none changes another.
+//! `SparseAttentionCall` returns the requested outputs, and none changes another.
 
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{ProductPrecision, alibi_slopes, sparse_attention};
@@ -11,7 +11,7 @@ fn layout() -> BlockLayout {
     Pattern::causal().layout(HEADS, 40, 8).unwrap()
 }
 
-/// q with four heads; k and v with two.
+/// Returns q with four heads; k and v with two.
 fn inputs(device: &Device) -> [Tensor<4>; 3] {
     [HEADS, 2, 2].map(|heads| {
         let shape = [2, heads, 40, 16];
@@ -66,14 +66,14 @@ fn returns_what_is_asked_for() {
                 continue;
             };
             let weights = weights.to_dense();
-            // What the sink leaves of each row, and what the rows make of v.
+            // The weight that the sink leaves in each row, and the output from the weights.
             let sink = sinks.clone().reshape([1, HEADS, 1]) - lse.clone();
             let sums = weights.clone().sum_dim(3).squeeze_dim::<3>(3);
             assert_same("sums", &numbers(sums), &numbers(1.0 - sink.exp()));
             let v = (x[2].clone().unsqueeze_dim::<5>(2))
                 .expand([2, 2, 2, 40, 16])
                 .reshape([2, HEADS, 40, 16]);
-            // Burn multiplies f32 matrices in tf32 where a GPU has it, so by rows.
+            // By rows, because Burn multiplies f32 matrices in tf32 on GPUs that have it.
             let product = weights.unsqueeze_dim::<5>(4) * v.unsqueeze_dim::<5>(2);
             let made = product.sum_dim(3).squeeze_dim::<4>(3);
             assert_same("weights", &numbers(made), &plain);
@@ -81,7 +81,7 @@ fn returns_what_is_asked_for() {
     }
 }
 
-/// Each setter is that of the options or of the tensors.
+/// Each setter sets a field of the options or of the tensors.
 #[test]
 fn setters_are_those_of_options_and_tensors() {
     let layout = layout();
@@ -127,7 +127,7 @@ fn setters_are_those_of_options_and_tensors() {
     }
 }
 
-/// A plan is refused where the call is, with the same error.
+/// `explain` fails if the call does, with the same error.
 #[test]
 fn explains_what_runs_and_what_does_not() {
     let layout = layout();

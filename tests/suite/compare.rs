@@ -1,4 +1,4 @@
-//! The comparator and its bounds: what they catch, that they hold, and that they are tight.
+//! The comparator and its bounds: they catch errors, are valid, and are tight.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +9,7 @@ const HALF: [DType; 2] = [DType::F16, DType::BF16];
 const SEQ: usize = 256;
 const SIZES: Sizes = Sizes::new([1, 2, 2], [SEQ, SEQ], [64, 64]);
 
-/// Causal attention without the keys from `end` on for queries behind them.
+/// Makes causal attention in which queries from `end` on do not see the keys from `end` on.
 fn causal(dtype: DType, end: usize) -> Problem {
     let pattern = Pattern::causal();
     let mut problem = Problem::random(SIZES, 1, move |_, head, i, j| {
@@ -23,7 +23,7 @@ fn values<'a>(answer: &'a Answer, name: &str) -> &'a [f64] {
     answer.result(name).values
 }
 
-/// `got` passes the criterion on the whole tensor that there was before, and not the one on rows.
+/// Checks that `got` passes the bound on whole tensors and fails the bound on rows.
 fn is_caught(name: &str, got: &[f64], expected: &Answer, dtype: DType) {
     let (of_tensor, _) = relative_error(got, values(expected, name));
     let is_right = of_tensor <= half_tolerance(dtype);
@@ -39,7 +39,7 @@ fn is_caught(name: &str, got: &[f64], expected: &Answer, dtype: DType) {
     assert!(message.contains("the row at [0, "), "{message}");
 }
 
-/// The gradient of the last key belongs to one query of 256, and is that much smaller.
+/// The gradient with respect to the last key comes from one query of 256, and is correspondingly small.
 #[test]
 fn a_wrong_late_row_is_caught() {
     for dtype in HALF {
@@ -58,7 +58,7 @@ fn a_wrong_late_row_is_caught() {
     }
 }
 
-/// The last queries without the last keys: a tile that a loop forgets, of 4 keys in bf16 and one in f16.
+/// The last queries without the last keys, like a tile that a loop forgets: 4 keys in bf16, one in f16.
 #[test]
 fn a_dropped_last_tile_is_caught() {
     for dtype in HALF {
@@ -77,7 +77,7 @@ fn a_dropped_last_tile_is_caught() {
     }
 }
 
-/// Numbers that are none, and rows that must be 0.
+/// NaN, and rows that must be 0.
 #[test]
 fn nothing_that_is_not_finite_passes() {
     let problem = causal(DType::F32, SEQ);
@@ -93,7 +93,8 @@ fn nothing_that_is_not_finite_passes() {
     assert_eq!((part, row), (f64::INFINITY, 5));
 }
 
-/// Roundings made in f64 arithmetic, over the table: all within the bound, with room for other orders of sums, and no row's bound is far off.
+/// Roundings simulated in f64, on the whole table: all errors are within the bound, with a margin for other orders of sums, and no row's bound is
+/// far off.
 #[test]
 fn simulated_roundings_stay_within_the_bound() {
     for dtype in HALF {

@@ -1,5 +1,5 @@
-//! What is compiled while a model trains that chooses its keys by content: where only contents change, nothing is compiled again. Kernels are counted by
-//! CubeCL's log, in a process of its own.
+//! Kernel compilation while a model with content-based selection trains: if only contents change, nothing is compiled again. CubeCL's log counts
+//! kernels, in a separate process.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,9 +11,9 @@ use burn_blocksparse_tests::devices::devices;
 use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::{Factorization, Pattern, Recompute, SparseTransformerConfig};
 
-/// Where the log is, for the process that is counted.
+/// Path of the log, for the counting process.
 const LOG: &str = "BURN_SPARSE_COMPILED";
-/// Choices of every method, and the patterns that they are made within.
+/// Selections of every method, with the patterns that restrict them.
 const SELECTIONS: [(&str, &str); 8] = [
     ("topk:8,p=0.6", "causal"),
     ("topk:8,2", "local:40"),
@@ -26,11 +26,11 @@ const SELECTIONS: [(&str, &str); 8] = [
 ];
 const CONTEXT: usize = 64;
 const VOCAB: usize = 13;
-/// Those in which Burn's fusion may still look for what runs together, and two more.
+/// Steps in which Burn's fusion may still search for operations to fuse, and two more.
 const STEPS: usize = 5;
 const SETTLED: usize = 3;
 
-/// The kernels that were compiled so far, once nothing is on its way to the log any more.
+/// Returns the kernels that were compiled so far, once the log is complete.
 fn compiled(log: &Path) -> Vec<String> {
     let lines = || -> Vec<String> {
         let text = fs::read_to_string(log).unwrap_or_default();
@@ -50,7 +50,7 @@ fn compiled(log: &Path) -> Vec<String> {
     }
 }
 
-/// Steps of training over other bytes each, whose kernels are counted.
+/// Training steps with different data, whose kernels are counted.
 #[test]
 #[ignore = "later_steps_compile_nothing runs it in a process of its own, whose log it reads"]
 fn steps_in_a_process_of_their_own() {
@@ -95,7 +95,7 @@ fn steps_in_a_process_of_their_own() {
                 ours.len()
             );
             match step {
-                // Some methods share all of their kernels with those before them.
+                // Some methods share all of their kernels with earlier ones.
                 0 => assert!(!all.is_empty(), "{text}: nothing is counted"),
                 _ => assert!(ours.is_empty(), "{text}, step {step}: {ours:?}"),
             }
@@ -108,7 +108,7 @@ fn steps_in_a_process_of_their_own() {
 #[test]
 fn later_steps_compile_nothing() {
     let device = format!("{:?}", devices()[0]);
-    // Elsewhere nothing is compiled.
+    // Other devices compile nothing.
     if !device.contains("Cube") {
         return;
     }

@@ -1,4 +1,4 @@
-//! Bad input is a typed error that names the argument, what was expected and what came.
+//! Bad input is a typed error that names the argument, the expected value and the actual one.
 
 use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_blocksparse::{
@@ -68,7 +68,7 @@ fn option_values() {
 #[test]
 fn dtypes() {
     for device in devices() {
-        // F64, or what the device has besides F32.
+        // F64, or another dtype of the device than F32.
         let mut others = [DType::F64, DType::F16, DType::BF16].into_iter();
         let other = others.find(|&dtype| device.supports_dtype(dtype));
         let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
@@ -130,7 +130,7 @@ fn merged_parts() {
             merge_attention(out(32), lse(32), out(32), lse(31)) => "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]";
         }
     }
-    // Sums of f64 are not silently f32, and the other way round.
+    // Sums in f64 do not silently become f32, nor vice versa.
     let device = devices().remove(0);
     let out = |dtype| Tensor::<4>::zeros([1, 4, 32, 8], (&device, dtype));
     let lse = |dtype| Tensor::<3>::zeros([1, 4, 32], (&device, dtype));
@@ -171,7 +171,7 @@ fn merged_parts_of_other_devices() {
     }
 }
 
-/// There is no v to speak of.
+/// Keys must match although there are no values.
 #[test]
 fn attention_sums_of_keys_that_do_not_fit() {
     for device in devices() {
@@ -190,7 +190,7 @@ fn attention_sums_of_keys_that_do_not_fit() {
     }
 }
 
-/// What a call runs is known before it runs, and says so.
+/// Plans name the tier before a call runs.
 #[test]
 fn plans_print_the_tier() {
     for device in devices() {
@@ -204,13 +204,13 @@ fn plans_print_the_tier() {
     }
 }
 
-/// What a device cannot run is refused before anything is launched.
+/// A call that the device cannot run is refused before anything is launched.
 #[test]
 fn limits_of_a_device() {
     for device in devices() {
         let wide = zeros([1, 4, 32, 4096], &device);
         let result = SparseAttentionCall::new(wide.clone(), wide.clone(), wide, &layout()).run();
-        // The reference takes any width, and so may the kernels on a device with large shared memory.
+        // The reference supports any width, and so may kernels on a device with large shared memory.
         let wgpu = format!("{device:?}").contains("Wgpu");
         match result.map_err(|error| error.to_string()) {
             Ok(output) => {
@@ -231,26 +231,26 @@ fn limits_of_a_device() {
     }
 }
 
-/// How many cases each property is tried on: `PROPTEST_CASES`, for devices that compile kernels for every shape.
+/// Returns the number of cases of each property: `PROPTEST_CASES`, for devices that compile kernels for every shape.
 fn property_cases() -> u32 {
     let cases = number("PROPTEST_CASES", 500);
     assert!(cases > 0, "PROPTEST_CASES must be a positive number");
     cases as u32
 }
 
-/// Numbers of a tensor, over and over.
+/// Returns a tensor filled with the numbers, repeated.
 fn filled(numbers: &[i32], dims: &[usize]) -> TensorData {
     let numbers = numbers.iter().copied().cycle();
     TensorData::new(numbers.take(dims.iter().product()).collect(), dims.to_vec())
 }
 
-/// An error must say what was expected.
+/// Checks that an error says what was expected.
 fn says_what(error: &impl std::error::Error) -> Result<(), TestCaseError> {
     prop_assert!(error.to_string().contains(" must "), "{}", error);
     Ok(())
 }
 
-/// A layout takes part in attention, whatever chose its blocks.
+/// Checks that a layout can be used in attention, whatever selected its blocks.
 fn works(layout: Result<DeviceLayout, OpError>, device: &Device) -> Result<(), TestCaseError> {
     let layout = match layout {
         Ok(layout) => layout,
@@ -269,7 +269,7 @@ fn works(layout: Result<DeviceLayout, OpError>, device: &Device) -> Result<(), T
 proptest::proptest! {
     #![proptest_config(ProptestConfig { cases: property_cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever the shapes, dtypes and options: an output of the right shape, or an error that says what was expected.
+    /// Any shapes, dtypes and options give an output of the right shape, or an error that says what was expected.
     #[test]
     fn arguments_of_any_shape(
         shapes in collection::vec(collection::vec(0usize..5, 4), 3),
@@ -329,7 +329,7 @@ proptest::proptest! {
         }
     }
 
-    /// Whatever chooses the blocks of a layout made on the device: attention over it, or an error that says what was expected.
+    /// Any selection of blocks on the device gives attention over it, or an error that says what was expected.
     #[test]
     fn choices_of_any_shape(
         dims in collection::vec(0usize..4, 4),
@@ -360,7 +360,7 @@ proptest::proptest! {
         }
     }
 
-    /// Layouts by content, of queries and keys of any shape; the host's and the device's are the same.
+    /// Content-based layouts from queries and keys of any shape; the host's and the device's are equal.
     #[test]
     fn top_k_of_any_shape(
         (q, k) in (collection::vec(0usize..4, 4), collection::vec(0usize..4, 4)),
@@ -400,7 +400,7 @@ proptest::proptest! {
         }
     }
 
-    /// Columns and diagonals that are any numbers.
+    /// Columns and diagonals with arbitrary numbers.
     #[test]
     fn columns_and_diagonals_of_any_shape(
         (vertical, slash) in ((0usize..4, 0usize..4), (0usize..4, 0usize..4)),

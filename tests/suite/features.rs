@@ -1,4 +1,4 @@
-//! The feature of a backend turns that backend on in every crate of ours below: one that is left out would run Burn's primitives there, or not compile.
+//! The feature of a backend enables that backend in all of our crates below: a missing one would run Burn's primitives there, or not compile.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -18,7 +18,7 @@ const FOLDERS: [&str; 10] = [
 
 const BACKENDS: [&str; 4] = ["flex", "ndarray", "wgpu", "cuda"];
 
-/// A `Cargo.toml`, as far as features go.
+/// The features of a `Cargo.toml`.
 #[derive(Default)]
 struct Package {
     features: BTreeMap<String, Vec<String>>,
@@ -52,7 +52,7 @@ fn read(folder: &str) -> (String, Package) {
     (name, package)
 }
 
-/// What a feature of a package turns on, `package/feature`.
+/// Collects what a feature of a package enables, as `package/feature`.
 fn turned_on(
     all: &BTreeMap<String, Package>,
     of: (String, String),

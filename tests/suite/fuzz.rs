@@ -7,7 +7,7 @@ use burn_blocksparse_tests::fuzz::decoding::pieces_are_rows_of_the_whole;
 use burn_blocksparse_tests::fuzz::selection::{random_choices, some_random_choices};
 use burn_blocksparse_tests::prelude::*;
 
-/// The same 200 cases each time, and 100 of the day, which are printed.
+/// The same 200 cases each time, and 100 of the day, whose seeds are printed.
 #[test]
 fn random_cases_of_the_day_equal_f64() {
     fuzz_of_the_day(&devices());
@@ -24,7 +24,7 @@ fn half_precision_cases_see_a_small_bias() {
     devices().iter().for_each(half_precision_sees_a_small_bias);
 }
 
-/// `BURN_SPARSE_FUZZ_DECODING` cases, 40 if it is not set.
+/// `BURN_SPARSE_FUZZ_DECODING` cases, by default 40.
 #[test]
 fn random_pieces_are_rows_of_the_whole() {
     pieces_are_rows_of_the_whole(&devices());

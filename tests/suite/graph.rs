@@ -1,4 +1,4 @@
-//! Recordings.
+//! Graph capture.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(graph);
 
-/// A device's reserved bytes are those of the whole process, other tests' included: this one has a process of its own.
+/// Reserved bytes of a device include those of other tests in the process, so this test has its own process.
 #[test]
 fn decoding_reserves_nothing_more() {
     const ALONE: &str = "BURN_SPARSE_TEST_ALONE";
@@ -26,7 +26,7 @@ fn decoding_reserves_nothing_more() {
     assert!(printed.contains("1 passed"), "{printed}");
 }
 
-/// The devices that record nothing, and run the closure again.
+/// Returns the devices without capture, which run the closure again.
 fn rerunning() -> Vec<Device> {
     let of_cpu = |device: &Device| !is_cube(device);
     devices().into_iter().filter(of_cpu).collect()
@@ -52,7 +52,7 @@ fn a_layout_that_is_not_warm_is_refused() {
             replayed.run().unwrap();
         }
         refused! { replayed.run() => "the masks of a layout must be on the device before a recording begins…"; }
-        // Only inside.
+        // The error is only raised inside a capture.
         run(&layout(11)).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Attention with results that another pass kept.
+//! Attention from residuals of another pass.
 
 use burn_blocksparse::internal::AttentionResiduals;
 
@@ -6,7 +6,7 @@ use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(kept);
 
-/// A call with 32 queries of 4 heads, and values of width 16.
+/// Makes a call with 32 queries of 4 heads, and values of width 16.
 fn given(
     kept: AttentionResiduals,
     options: AttentionOptions,

@@ -1,4 +1,4 @@
-//! Random layers: grouped heads, rotated positions, packed documents and padding together, against plain f64 loops.
+//! Random layers with grouped heads, rotary positions, packed documents and padding, against plain f64 loops.
 
 use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
 use burn_sparse_transformer::linear::MixedPrecisionLinearConfig;
@@ -11,7 +11,7 @@ use burn_blocksparse_tests::fuzz::attention::{number, pattern};
 use burn_blocksparse_tests::prelude::*;
 use burn_blocksparse_tests::training::case::{Case, Tensors};
 
-/// Rows of a dense layer, and its parameters.
+/// A dense layer.
 struct Dense {
     /// `[inputs, outputs]`
     weight: Vec<f64>,
@@ -35,14 +35,14 @@ impl Dense {
         out
     }
 
-    /// The gradient by a row, of the gradient by what it becomes.
+    /// Returns the gradient with respect to a row from that with respect to its result.
     fn back(&self, grad: &[f64]) -> Vec<f64> {
         let weights = self.weight.chunks(grad.len());
         weights.map(|row| dot(row, grad)).collect()
     }
 }
 
-/// Pairs of channels turn by `position · 10000^(−2 pair / width)`; `sign` −1 turns them back, and 0 turns nothing.
+/// Rotates pairs of channels by `position · 10000^(−2 pair / width)`; `sign` −1 rotates back, and 0 does nothing.
 fn rotate(head: &mut [f64], position: usize, sign: f64) {
     let width = head.len() as f64;
     for (pair, values) in head.chunks_mut(2).enumerate() {
@@ -53,7 +53,7 @@ fn rotate(head: &mut [f64], position: usize, sign: f64) {
     }
 }
 
-/// What a row is: its document and position in it, or padding.
+/// A row's document and position in it, or padding.
 type Place = Option<(usize, usize)>;
 
 struct Layer {
@@ -87,7 +87,7 @@ impl Layer {
         }
     }
 
-    /// The context and the gradient by `x`, `[batch, seq, d_model]`, of `sum(context · grad)`.
+    /// Returns the context, and the gradient of `sum(context · grad)` with respect to `x`, `[batch, seq, d_model]`.
     fn expected(&self, x: &[f64], grad: &[f64], places: &[Vec<Place>]) -> [Vec<f64>; 2] {
         let (batch, seq, model) = (places.len(), places[0].len(), self.heads * self.width);
         let mha = &self.mha;
@@ -107,7 +107,7 @@ impl Layer {
         .options(None, self.softcap);
         let rows = || (0..batch).flat_map(|entry| (0..seq).map(move |i| (entry, i)));
         let at = |entry: usize, i: usize| (entry * seq + i) * model..(entry * seq + i + 1) * model;
-        // Where a head's row is in `[batch, heads, seq, width]`.
+        // Range of a head's row in `[batch, heads, seq, width]`.
         let of_head = |heads: usize, entry: usize, head: usize, i: usize| {
             let row = (entry * heads + head) * seq + i;
             row * self.width..(row + 1) * self.width
@@ -119,7 +119,7 @@ impl Layer {
         };
         for (entry, i) in rows() {
             let (row, place) = (&x[at(entry, i)], places[entry][i]);
-            // Padding has no output, and so no gradient to give.
+            // Padding has no output, and so contributes no gradient.
             let by_out = match place {
                 Some(_) => output.back(&grad[at(entry, i)]),
                 None => vec![0.0; model],
@@ -217,7 +217,7 @@ fn check_seed(seed: u64, device: &Device) {
     }
 }
 
-/// `BURN_SPARSE_FUZZ_LAYERS` seeds, 60 if it is not set.
+/// `BURN_SPARSE_FUZZ_LAYERS` seeds, by default 60.
 #[test]
 fn random_layers_equal_f64() {
     for device in devices() {
@@ -227,7 +227,7 @@ fn random_layers_equal_f64() {
     }
 }
 
-/// A layer in bf16 says on which devices it cannot be.
+/// A layer in bf16 is an error on devices without bf16.
 #[test]
 fn a_precision_needs_its_dtype() {
     for device in devices() {

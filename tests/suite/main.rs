@@ -1,4 +1,4 @@
-//! One program for all of it: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
+//! All tests in one program: every test program links all of Burn, some 80 MB, and 215 MB with wgpu.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod accelerated;
@@ -28,7 +28,7 @@ mod top_k;
 mod tuning;
 mod vertical_slash;
 
-/// Modules of nothing but checks of the table.
+/// Modules with only checks of the table.
 macro_rules! modules_of_checks {
     ($($module:ident)+) => {
         $(mod $module {

@@ -1,4 +1,4 @@
-//! Models whose layers choose keys by an indexer, on each device against themselves: CPU tests have the rest.
+//! Models whose layers select keys by an indexer, on each device against themselves; CPU tests cover the rest.
 
 use burn::module::Module;
 use burn_blocksparse_tests::prelude::*;
@@ -33,14 +33,14 @@ fn tokens(batch: usize, device: &Device) -> Tensor<2, Int> {
     Tensor::<1, Int>::from_ints(ids.as_slice(), device).reshape([batch, SEQ])
 }
 
-/// The residual stream's logits, which an output of zeros would hide.
+/// Ties the output to the embedding, since an output of zeros would hide the residual stream.
 fn with_output(mut model: SparseTransformer) -> SparseTransformer {
     let weight = model.token_embedding.weight.val().transpose();
     model.output.weight = model.output.weight.map(|_| weight.detach());
     model
 }
 
-/// Prompts of two lengths and single tokens behind them, from pages whose keys are gathered.
+/// Prompts of two lengths, then single tokens, from pages whose keys are gathered.
 #[test]
 fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
     for device in devices() {
@@ -73,7 +73,7 @@ fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
     }
 }
 
-/// The indexers' loss falls by steps that change nothing else, and the choice trains both.
+/// A warm-up lowers the indexers' loss and changes nothing else; steps with the selection then lower the model's loss.
 #[test]
 fn indexers_learn_on_each_device() {
     for device in devices() {

@@ -56,9 +56,9 @@ fn tensors_that_do_not_go_together() {
     }
 }
 
-/// The record of a step of Burn's AdamW with AMSGrad.
+/// Returns the record of a step of Burn's AdamW with AMSGrad.
 fn amsgrad_record(device: &Device) -> Bytes {
-    // Burn's takes no others.
+    // Burn's supports only autodiff devices.
     let autodiff = device.clone().autodiff();
     let model = LinearConfig::new(3, 2).with_bias(false).init(&autodiff);
     let mut gradients = GradientsParams::new();

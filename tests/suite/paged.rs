@@ -1,4 +1,4 @@
-//! Attention over pages.
+//! Paged attention.
 
 use burn_blocksparse::alibi_slopes;
 use burn_blocksparse_tests::prelude::*;
@@ -19,7 +19,7 @@ fn float<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::zeros(shape, (device, DType::F32))
 }
 
-/// Two sequences, four heads on two of keys that share a table.
+/// Returns two sequences with four query heads on two KV heads that share a table.
 fn pages(device: &Device) -> PagedKeysValues {
     PagedKeysValues::new(
         float([6, 16, 8], device),

@@ -1,11 +1,11 @@
-//! The public face of the crates: the names of their roots and topic modules, read from the sources and compared with `docs/dev/public-names.txt`, so that
-//! every change of it is a line in a review. `BURN_SPARSE_WRITE_NAMES=1` writes the list anew.
+//! The public API of the crates: names of their roots and topic modules, read from the sources and compared with `docs/dev/public-names.txt`, so
+//! that every change is a line in a review. `BURN_SPARSE_WRITE_NAMES=1` rewrites the list.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The crates, and how many names a root may have.
+/// The crates, and the most names that a root may have.
 const CRATES: [(&str, usize); 6] = [
     ("crates/blocksparse", 40),
     ("crates/burn-blocksparse", 40),
@@ -15,7 +15,7 @@ const CRATES: [(&str, usize); 6] = [
     ("contrib/burn-sparse-select", 50),
 ];
 
-/// Modules that are listed without their names: they are no user's, and change with each kernel.
+/// Modules that are listed without their names, because they are not for users and change with each kernel.
 const UNSTABLE: [&str; 7] = [
     "blocksparse::internal",
     "blocksparse::plan",
@@ -28,9 +28,9 @@ const UNSTABLE: [&str; 7] = [
 
 const LIST: &str = "docs/dev/public-names.txt";
 
-/// The workspace.
+/// Returns the root of the workspace.
 pub(crate) fn root() -> PathBuf {
-    // As it is now, not as it was when this was compiled: build folders move.
+    // Read at run time, because build folders move.
     let here = std::env::var("CARGO_MANIFEST_DIR").expect("set by cargo");
     Path::new(&here).join("..")
 }
@@ -98,10 +98,10 @@ fn of_module(file: &Path, folder: &Path, path: &str, names: &mut BTreeSet<String
     }
 }
 
-/// The public items of a file's top level, and which of them are modules with a file.
+/// Returns the public items of a file's top level, and whether each is a module with a file.
 fn public_items(text: &str) -> Result<BTreeMap<String, bool>, String> {
     let mut items = BTreeMap::new();
-    // Items begin at the left margin, as rustfmt writes them, and those that `op_values!` declares one step to the right.
+    // Items begin at the left margin, as rustfmt writes them; those that `op_values!` declares are indented by one level.
     let mut declared = false;
     for (at, line) in lines_with_places(text) {
         declared = line == "op_values! {" || declared && line != "}";
@@ -126,7 +126,7 @@ fn public_items(text: &str) -> Result<BTreeMap<String, bool>, String> {
                 let name = alias.map_or(path.last().expect("a name").as_str(), word);
                 items.insert(name.to_owned(), false);
             });
-            // `*` hides names, and `self` is none.
+            // `*` hides names, and `self` is not a name.
             if items.contains_key("") || items.contains_key("self") {
                 return Err(format!("`{line}` must list its names"));
             }
@@ -161,13 +161,13 @@ fn lines_with_places(text: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// The identifier that text begins with.
+/// Returns the identifier at the beginning of a text.
 fn word(text: &str) -> &str {
     let end = text.find(|c: char| !c.is_alphanumeric() && c != '_');
     &text[..end.unwrap_or(text.len())]
 }
 
-/// Calls with each path of one tree of names, as `a::{b, c::{d, e}}` is one, and what stands behind the path. Returns what stands behind the tree.
+/// Calls `found` with each path of a tree of imports, such as `a::{b, c::{d, e}}`, and the text after the path. Returns the text after the tree.
 pub(crate) fn ends<'a>(
     tree: &'a str,
     prefix: &[String],

@@ -1,4 +1,4 @@
-//! Attention over what single queries choose.
+//! Attention over the selections of single queries.
 
 use burn_blocksparse::internal::gather_rows;
 use burn_sparse_select::{
@@ -13,7 +13,7 @@ fn moba() -> Selection {
     "moba:16,3".parse().unwrap()
 }
 
-/// Texts, and how many first and last layers see everything.
+/// Texts, and the numbers of first and last layers with full attention.
 const TEXTS: &str = "
     moba:512,3                    | 0 | 0
     moba:4096,12,3                | 0 | 3
@@ -63,7 +63,7 @@ fn rules_of_no_pages() {
     }
     let choice = quest.on_pages(16, 4).unwrap();
     assert_eq!((choice.selected_pages(), choice.mean), (4, true));
-    // The query's own page is as long as it is. Forced pages count among those that are kept, unless they are more.
+    // The query's own page counts with its actual length. Forced pages count among the kept ones, unless they are more.
     for (first, local, listed, attended) in [
         (0, 1, 4, [0, 1, 64, 49, 52]),
         (1, 2, 4, [0, 1, 64, 49, 52]),
@@ -157,7 +157,7 @@ fn selections_of_none() {
         }
         let squares: Selection = "topk:16,3".parse().unwrap();
         refused! { squares.query_lists(&call) => "query_rows must be 1, got 16"; }
-        // Sharing is no error, also where heads have nothing to share.
+        // Sharing is no error, even if heads have nothing to share.
         run(&moba().with_gqa_reduction(GqaReduction::Sum)).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! Attention that chooses its keys by content.
+//! Content-based selection of keys.
 
 use burn_sparse_select::{Always, Budget, GqaReduction, Selection};
 
@@ -32,7 +32,7 @@ const TEXTS: &str = "
     minference:64,100,200,32,window=8,sinks=4,share=max | minference:64,100,200,32,sinks=4,window=8,share=max
 ";
 
-/// A text is read and written as the shortest one of the same selection.
+/// A text parses, and is printed as the shortest text of the same selection.
 #[test]
 fn texts_round_trip() {
     let spaced = [[" topk : 64 , k=16 ", "topk:64,16"]];
@@ -49,7 +49,7 @@ fn texts_round_trip() {
     }
 }
 
-/// What is changed after reading is written, too.
+/// Changes after parsing are printed, too.
 #[test]
 fn changes_are_written() {
     for text in [
@@ -100,7 +100,7 @@ const ERRORS: &str = "
     minference:63,9,9             | block must be 8, 16, 32, 64 or 128, got 63
 ";
 
-/// Text that is none, and numbers out of range.
+/// Invalid text, and numbers out of range.
 #[test]
 fn errors() {
     for [text, message] in rows(ERRORS) {
@@ -108,7 +108,7 @@ fn errors() {
     }
 }
 
-/// Of a method that does not exist all that do are named.
+/// The error for an unknown method lists the known ones.
 #[test]
 fn unknown_methods_are_told_of_the_known() {
     let error = "nothing:3".parse::<Selection>().unwrap_err().to_string();

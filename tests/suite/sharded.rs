@@ -1,4 +1,4 @@
-//! One sequence over several devices, against f64 over the whole of it.
+//! One sequence over several devices, against f64 over the whole sequence.
 
 use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,13 +18,13 @@ use burn_blocksparse_tests::prelude::*;
 
 const SEQ: usize = 192;
 
-/// Patterns with their blocks' width, heads and heads of keys.
+/// Returns patterns with block size, heads and KV heads.
 fn layouts() -> Vec<(BlockLayout, usize)> {
     [
         (Pattern::local(40), 16, 2, 2),
         (Pattern::streaming(30, 10), 8, 4, 2),
         (Pattern::fixed(32, 8), 8, 4, 4),
-        // Heads that receive other blocks, and other numbers of them.
+        // Heads that receive different blocks, and different numbers of them.
         (Pattern::fixed_heads(32, 8, 4), 8, 4, 4),
         (
             Pattern::per_head([Pattern::local(20), Pattern::strided(24)]),
@@ -41,7 +41,7 @@ fn layouts() -> Vec<(BlockLayout, usize)> {
         (Pattern::merged_strided(24), 16, 2, 1),
         // To both sides.
         (Pattern::longformer(20, 1, [0, 1, 100]), 8, 2, 2),
-        // Nothing crosses to some devices.
+        // Some devices receive nothing.
         (Pattern::documents([0, 96, 100]).and_causal(), 16, 2, 2),
         (Pattern::causal(), 32, 2, 1),
         (Pattern::dense(), 32, 2, 2),
@@ -59,7 +59,7 @@ fn problem(layout: &BlockLayout, kv_heads: usize, seed: u64) -> Problem {
     Problem::random(sizes, seed, pairs_of(layout))
 }
 
-/// Output and gradients of each device's rows.
+/// Returns the output and gradients of each device's rows.
 fn parts(
     problem: &Problem,
     shards: Vec<SequenceShard>,
@@ -80,7 +80,7 @@ fn parts(
     })
 }
 
-/// What a thread for each item makes of it.
+/// Runs a function on each item in its own thread.
 fn in_threads<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     run: impl Fn(T) -> R + Sync,
@@ -94,7 +94,7 @@ fn in_threads<T: Send, R: Send>(
     })
 }
 
-/// The rows of all devices in the order of the sequence.
+/// Concatenates the rows of all devices in the order of the sequence.
 fn whole(plan: &ShardPlan, parts: &[Results]) -> Results {
     let one = |at: usize| {
         let (name, first) = &parts[0][at];
@@ -171,7 +171,7 @@ fn devices_of_two_kinds_share_a_sequence() {
     answer.assert("two kinds", whole(&plan, &parts), &[Near::Tensor(1e-5)]);
 }
 
-/// What each device gathers of `[2, kv_heads, SEQ, 8]` keys, as bytes.
+/// Returns the keys, `[2, kv_heads, SEQ, 8]`, that each device gathers, as bytes.
 fn gathered(shards: Vec<SequenceShard>, devices: &[Device], keys: &TensorData) -> Vec<Vec<u8>> {
     in_threads(shards.into_iter().zip(devices), |(shard, device)| {
         let whole = Tensor::<4>::from_data(keys.clone(), (device, keys.dtype()));
@@ -193,7 +193,7 @@ fn keys_cross_by_nccl_as_by_the_host() {
         let plan = ShardPlan::new(&layout, kv_heads, devices.len()).unwrap();
         let shards = || SequenceShard::group_by(&plan, &exchange).unwrap();
         let name = layout.name();
-        // All bits, also of −0 and numbers that are none.
+        // All bits, including −0 and NaN.
         let bits = (0..2 * kv_heads * SEQ * 8).map(|x| (x as u32).wrapping_mul(0x9E37_79B9));
         let bytes: Vec<u8> = bits
             .flat_map(|bits| [bits, 1 << 31].map(u32::to_le_bytes)[(bits % 7 == 0) as usize])
@@ -218,7 +218,7 @@ fn keys_cross_by_nccl_as_by_the_host() {
     }
 }
 
-/// Threads in place of processes; one group does not begin with rank 0.
+/// Uses threads instead of processes; one group does not begin with rank 0.
 #[test]
 fn keys_cross_between_processes_as_by_the_host() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -274,7 +274,7 @@ fn nobody_waits_for_a_device_that_has_left() {
     drop(shards.remove(0));
     refused! { attend(&shards[0]).map(|output| output.out) => format!("device 0, {text}"); }
 
-    // Device 0 needs nothing of device 1, but its gradients.
+    // Device 0 needs only gradients from device 1.
     let mut shards = SequenceShard::group(&plan);
     let out = attend(&shards[0]).unwrap().out;
     drop(shards.remove(1));
@@ -328,7 +328,7 @@ fn errors() {
             => "q's heads and rows must be [4, 96], the shard's, got [4, 80]";
         shards[0].gather(x(1, 4, 96), k.clone()) => "k's rows must be [1, 2, 96], the shard's, got [1, 4, 96]";
     }
-    // Another batch, and another number of calls.
+    // Another batch size, and another number of calls.
     shards[0].gather(k.clone(), k.clone()).unwrap();
     shards[0].gather(k.clone(), k.clone()).unwrap();
     let two = || x(2, 2, 96);
@@ -338,7 +338,7 @@ fn errors() {
     }
 }
 
-/// A model whose output is not 0, as it is at first.
+/// Makes a model with random output, which is initialized to 0.
 fn model(config: &SparseTransformerConfig, device: &Device) -> SparseTransformer {
     let mut model = config.init(device);
     let [d_model, vocab] = [config.d_model, config.vocab_size];
@@ -358,7 +358,7 @@ fn config(factorization: Factorization) -> SparseTransformerConfig {
         .with_block_size(16)
 }
 
-/// A loss, and the gradients by some parameters.
+/// Returns a loss, and the gradients with respect to some parameters.
 fn measured(
     model: &SparseTransformer,
     (loss, grads): (Tensor<1>, GradientsParams),
@@ -399,13 +399,13 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
                 Tensor::<2, Int>::random([2, SEQ], tokens, &device)
             };
             let [tokens, targets] = [draw(), draw()];
-            // A copy with leaves of its own: graphs of several threads must not meet.
+            // A copy with its own leaves: graphs of several threads must not be connected.
             let own = || model.clone().fork(&device);
             let alone = own();
             let loss = alone.loss(tokens.clone(), targets.clone());
             let grads = GradientsParams::from_grads(loss.backward(), &alone);
             let expected = measured(&alone, (loss, grads));
-            // 12 blocks, over as many devices alike, and over 5 not.
+            // 12 blocks, evenly over 2 or unevenly over 5 devices.
             let ways = [
                 (2, None),
                 (5, None),
@@ -413,7 +413,7 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
                 (3, Some("segment:1")),
                 (5, Some("segment:2+attention")),
             ];
-            // A device compiles the kernels of each thread.
+            // Each thread compiles its own kernels on a device.
             for (devices, recompute) in some_of(ways, 2) {
                 let shards = TransformerShard::group(&model, SEQ, devices).unwrap();
                 let items = shards.into_iter().map(|shard| {

@@ -1,4 +1,4 @@
-//! The table of cases itself: each part of it that runs on a slow device meets every variant.
+//! The table of cases itself: each shard of it that runs on a slow device meets every variant.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use burn_blocksparse_tests::attention::cases::{Case, cases, shard_of};
 use burn_blocksparse_tests::attention::options::{REACHES, SHARED};
 use burn_blocksparse_tests::shard::parse_shard;
 
-/// What sets a case apart from others, by its number and by what it is.
+/// Returns the variants that a case covers, by its index and its properties.
 fn variants(index: usize, case: &Case) -> Vec<String> {
     let mut found = vec![
         format!("a bias shared as {:?}", SHARED[index % SHARED.len()]),
@@ -41,7 +41,7 @@ fn variants(index: usize, case: &Case) -> Vec<String> {
     found
 }
 
-/// Each part of `tests/vulkan.txt` takes one of seven parts of the table.
+/// Each part of `tests/vulkan.txt` runs one of seven shards of the table.
 #[test]
 fn every_part_meets_every_variant() {
     let all: BTreeSet<String> = (cases().iter().enumerate())

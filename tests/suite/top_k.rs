@@ -1,4 +1,4 @@
-//! Layouts chosen by content, against the choice in plain f64 loops.
+//! Content-based layouts, against selection in plain f64 loops.
 
 use burn_blocksparse::layout::TopKOptions;
 use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
@@ -10,7 +10,7 @@ fn random(shape: [usize; 4], rng: &mut ChaCha8Rng) -> Vec<f64> {
     numbers.into_iter().map(f64::from).collect()
 }
 
-/// The mean of rows `from..to` of a head.
+/// Returns the mean of rows `from..to` of a head.
 fn mean(x: &[f64], [_, heads, seq, dim]: [usize; 4], at: [usize; 2], rows: [usize; 2]) -> Vec<f64> {
     let first = (at[0] * heads + at[1]) * seq;
     let end = rows[1].min(seq);
@@ -22,7 +22,7 @@ fn mean(x: &[f64], [_, heads, seq, dim]: [usize; 4], at: [usize; 2], rows: [usiz
         .collect()
 }
 
-/// Causal and of every key, with forced blocks of all kinds, and sizes that differ.
+/// Causal and not, with all kinds of forced blocks, and different sizes.
 #[test]
 fn keeps_the_highest_scores() {
     for (options, seq) in [
@@ -109,8 +109,8 @@ fn errors() {
     }
 }
 
-/// The straight-through term in the documentation of `top_k_blocks_on_device`: it adds nothing to the output, and the gradient of its
-/// coarse attention to that of the chosen blocks, also at keys that were not chosen.
+/// The straight-through term in the documentation of `top_k_blocks_on_device`: it adds nothing to the output, and adds the gradient of its coarse
+/// attention to that of the selected blocks, even for keys that were not selected.
 #[test]
 fn straight_through_terms_teach_what_was_not_chosen() {
     const B: usize = 16;
@@ -133,7 +133,7 @@ fn straight_through_terms_teach_what_was_not_chosen() {
     };
     for device in devices() {
         let device = device.autodiff();
-        // Gradients by the keys of the loss of the last block of queries.
+        // Gradients with respect to the keys, of a loss of the last block of queries.
         let run = |exact: bool, straight_through: bool| {
             let [q, k, v] =
                 (values.each_ref()).map(|x| tensor(x, shape, &device, DType::F32).require_grad());
@@ -153,7 +153,7 @@ fn straight_through_terms_teach_what_was_not_chosen() {
         let (with_term, of_both) = run(true, true);
         let (_, of_coarse) = run(false, true);
         assert_eq!(out, with_term, "{device:?}");
-        // Of the last row of blocks the first, its own and the one before it are chosen.
+        // The last row of blocks selects the first block, its own and the one before it.
         let not_chosen = |k: Tensor<4>| {
             let keys = k.slice([0..1, 0..2, B..N - 2 * B, 0..8]);
             keys.abs().max().into_scalar::<f32>()

@@ -1,4 +1,5 @@
-//! Environment variables of the kernels: with a wrong one every op on a device with kernels is an error. They are read once in a process, so each has one.
+//! Environment variables of the kernels: an invalid one makes every op on a device with kernels an error. They are read once per process, so each
+//! has its own.
 
 use std::process::Command;
 
@@ -18,7 +19,7 @@ use burn_sparse_select::{TokenIndices, top_k_blocks_on_device};
 
 use burn_blocksparse_tests::prelude::*;
 
-/// What the process of the calls is to be told.
+/// Invalid variable for the process with the calls.
 const SAID: &str = "BURN_SPARSE_WRONG_VARIABLE";
 
 macro_rules! calls {
@@ -27,7 +28,7 @@ macro_rules! calls {
     };
 }
 
-/// A call of each kind, by name.
+/// Returns a call of each kind, by name.
 fn calls(device: &Device) -> Vec<(&'static str, Result<(), OpError>)> {
     let x4 = || Tensor::<4>::zeros([1, 2, 32, 8], (device, DType::F32));
     let x3 = || Tensor::<3>::zeros([1, 32, 16], (device, DType::F32));

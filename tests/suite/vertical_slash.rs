@@ -1,4 +1,4 @@
-//! Vertical-slash layouts of tensors, against those that the host builds.
+//! Vertical-slash layouts from tensors, against those that the host builds.
 
 use burn_sparse_select::{vertical_slash_layout, vertical_slash_layout_async};
 
@@ -13,7 +13,7 @@ fn tensor(numbers: &[Vec<i32>], device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(numbers.concat(), dims), device)
 }
 
-/// Squares, other numbers of queries than of keys, and lines of one kind alone.
+/// Squares, different numbers of queries and keys, and only columns or only diagonals.
 #[test]
 fn equals_the_hosts() {
     for (sizes, columns, diagonals) in [
@@ -30,7 +30,7 @@ fn equals_the_hosts() {
 fn check(sizes: [usize; 4], columns: usize, diagonals: usize) {
     let shape = shape(sizes);
     let mut rng = seeded(5);
-    // In any order, and some of them twice.
+    // In any order, with duplicates.
     let mut numbers = |count: usize| -> Vec<Vec<i32>> {
         let mut row = || {
             (0..count)

@@ -1,11 +1,11 @@
-//! The table of checks: each stands here once, and the suite makes its tests of it.
+//! The registry of checks: each is listed once, and the suite makes its tests from it.
 
 use burn::tensor::Device;
 
 /// A check over cases on some devices; it panics if it fails.
 pub type Check = fn(&[Device]);
 
-/// Checks with their names, by files.
+/// Lists checks by name and file.
 macro_rules! table {
     ($($group:ident::$file:ident: $($check:ident),+;)+) => {
         &[$($((stringify!($check), crate::$group::$file::$check as Check),)+)+]
@@ -18,14 +18,13 @@ macro_rules! registry {
         [$($of_others:tt)+] $($other_group:ident::$other_file:ident: $($other:ident),+;)+
         [$($of_named:tt)+] $($named:tt)+
     ) => {
-        /// Every check, for runners other than `cargo test`.
+        /// All checks, for runners other than `cargo test`.
         pub const CHECKS: &[(&str, Check)] = table! {
             $($($group::$file: $($check),+;)+)+
             $($other_group::$other_file: $($other),+;)+
         };
 
-        /// Checks that run only if they are named: those that need a large GPU, take as long as they are asked to, have loops that
-        /// take long, or change the process.
+        /// Checks that run only if named: they need a large GPU, run as long as requested, have slow reference loops, or change the process.
         pub const NAMED: &[(&str, Check)] = table! { $($named)+ };
 
         /// Makes the tests of a module of the suite, on the devices of [`devices`](crate::devices::devices).

@@ -1,5 +1,4 @@
-//! The devices a test runs on: `BURN_SPARSE_DEVICE` (`flex`, `ndarray`, `wgpu`, `cuda`), or every CPU
-//! backend that is compiled in.
+//! The devices of a test: `BURN_SPARSE_DEVICE` (`flex`, `ndarray`, `wgpu`, `cuda`), or all CPU backends that are compiled in.
 
 use burn::tensor::{DType, Device, Tensor};
 
@@ -17,13 +16,13 @@ pub fn devices() -> Vec<Device> {
     }
 }
 
-/// Two devices of different backends, if two are compiled in.
+/// Returns two devices of different backends, if two are compiled in.
 pub fn two_devices() -> Option<[Device; 2]> {
     let mut found = ["flex", "ndarray", "wgpu"].into_iter().filter_map(device);
     Some([found.next()?, found.next()?])
 }
 
-/// As many CUDA devices as there are, four at most, if the tests run on CUDA and there are several.
+/// Returns all CUDA devices, at most four, if the tests run on CUDA and there are several.
 pub fn cuda_devices() -> Option<Vec<Device>> {
     if std::env::var("BURN_SPARSE_DEVICE").as_deref() != Ok("cuda") {
         return None;
@@ -53,19 +52,19 @@ fn device(name: &str) -> Option<Device> {
     }
 }
 
-/// Whether the environment asks for the reference in place of kernels.
+/// Returns whether the environment selects the reference instead of kernels.
 pub fn uses_reference() -> bool {
     std::env::var_os("BLOCKSPARSE_REFERENCE").is_some_and(|value| value == "1")
 }
 
-/// What some backends lack, by name. A dtype that is missing anywhere else is an error and not a reason to check nothing.
+/// Dtypes that backends lack. A dtype that is missing anywhere else is an error, so that checks do not pass vacuously.
 const WITHOUT: [(&str, &[DType]); 2] = [
     ("NdArray", &[DType::F16, DType::BF16]),
-    // f16 depends on the driver. There may be f64 numbers, but there is no f64 exponential.
+    // f16 depends on the driver. f64 elements may exist, but f64 exponentials do not.
     ("Wgpu", &[DType::F16, DType::BF16, DType::F64]),
 ];
 
-/// Exact dtypes of a device, each with the relative error its results may have against f64.
+/// Returns the exact dtypes of a device, each with the relative tolerance of its results against f64.
 pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
     [(DType::F32, 1e-5), (DType::F64, 1e-12)]
         .into_iter()
@@ -73,7 +72,7 @@ pub fn exact_dtypes(device: &Device) -> Vec<(DType, f64)> {
         .collect()
 }
 
-/// Whether a device can compute attention in a dtype. Panics if it cannot and `WITHOUT` does not say so.
+/// Returns whether a device can compute attention in a dtype. Panics if it cannot and `WITHOUT` does not list it.
 pub fn supports(device: &Device, dtype: DType) -> bool {
     let name = format!("{device:?}");
     let wgpu = name.contains("Wgpu");
@@ -88,7 +87,7 @@ pub fn supports(device: &Device, dtype: DType) -> bool {
     supported
 }
 
-/// Half-precision dtypes of a device.
+/// Returns the half-precision dtypes of a device.
 pub fn half_dtypes(device: &Device) -> Vec<DType> {
     [DType::F16, DType::BF16]
         .into_iter()
@@ -96,12 +95,12 @@ pub fn half_dtypes(device: &Device) -> Vec<DType> {
         .collect()
 }
 
-/// The last half-precision dtype of a device, or else f32.
+/// Returns the last half-precision dtype of a device, or else f32.
 pub fn half_or_f32(device: &Device) -> DType {
     half_dtypes(device).pop().unwrap_or(DType::F32)
 }
 
-/// Each device with each of its exact dtypes, and the relative error that results may have.
+/// Returns each device with each of its exact dtypes and the relative tolerance.
 pub fn exact(devices: &[Device]) -> impl Iterator<Item = (&Device, DType, f64)> {
     let of = |device| {
         exact_dtypes(device)
@@ -111,7 +110,7 @@ pub fn exact(devices: &[Device]) -> impl Iterator<Item = (&Device, DType, f64)> 
     devices.iter().flat_map(of)
 }
 
-/// Each device with each of its half-precision dtypes.
+/// Returns each device with each of its half-precision dtypes.
 pub fn halves(devices: &[Device]) -> impl Iterator<Item = (&Device, DType)> {
     let of = |device| {
         half_dtypes(device)
@@ -121,12 +120,12 @@ pub fn halves(devices: &[Device]) -> impl Iterator<Item = (&Device, DType)> {
     devices.iter().flat_map(of)
 }
 
-/// The devices that support a dtype.
+/// Returns the devices that support a dtype.
 pub fn with(devices: &[Device], dtype: DType) -> impl Iterator<Item = &Device> {
     devices.iter().filter(move |device| supports(device, dtype))
 }
 
-/// Each device with each of some dtypes that it supports.
+/// Returns each device with each of the given dtypes that it supports.
 pub fn with_each<'a>(
     devices: &'a [Device],
     dtypes: &'a [DType],
@@ -137,28 +136,28 @@ pub fn with_each<'a>(
     pairs.filter(|(device, dtype)| supports(device, *dtype))
 }
 
-/// A device with autodiff, without and with gradient checkpointing.
+/// Returns a device with autodiff, without and with gradient checkpointing.
 pub fn tracked(device: &Device) -> [Device; 2] {
     let device = device.clone().autodiff();
     [device.clone(), device.gradient_checkpointing()]
 }
 
-/// Where products may run on tensor cores, those of f32 numbers in tf32, and kernels are compiled for each size.
+/// Returns whether products may run on tensor cores (f32 in tf32), with kernels compiled for each size.
 pub fn is_cuda(device: &Device) -> bool {
     format!("{device:?}").contains("Cuda")
 }
 
-/// Whether there are kernels, whatever the environment asks for.
+/// Returns whether the backend has kernels, whatever the environment selects.
 pub fn is_cube(device: &Device) -> bool {
     format!("{device:?}").contains("Cube")
 }
 
-/// Zeros in f32.
+/// Returns zeros in f32.
 pub fn zeros(shape: [usize; 4], device: &Device) -> Tensor<4> {
     Tensor::zeros(shape, (device, DType::F32))
 }
 
-/// What rounding to a dtype of half precision adds to a number at most, relative to it; nothing of other dtypes.
+/// Returns the unit roundoff of a half-precision dtype; 0 for other dtypes.
 pub fn unit(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-8),
@@ -167,7 +166,7 @@ pub fn unit(dtype: DType) -> f64 {
     }
 }
 
-/// What a result in f32 may be off by where Burn's products are in tf32, on tensor cores.
+/// Raises a tolerance for f32 results where Burn's products run in tf32 on tensor cores.
 pub fn product_tolerance(device: &Device, dtype: DType, tolerance: f64) -> f64 {
     match dtype == DType::F32 && is_cuda(device) {
         true => tolerance.max(2e-3),
@@ -175,7 +174,7 @@ pub fn product_tolerance(device: &Device, dtype: DType, tolerance: f64) -> f64 {
     }
 }
 
-/// Panics if a check that chooses among cases, devices or dtypes has compared nothing.
+/// Panics if a check that selects among cases, devices or dtypes has compared nothing.
 pub fn assert_ran(check: &str, ran: usize) {
     assert!(ran > 0, "{check} compared nothing");
 }

@@ -1,25 +1,25 @@
-//! What `tools/gate` asks of checks: a hash of all numbers that they read, and to go on where kernels are not run.
+//! Support for `tools/gate`: hashes of all tensors that checks read, and a mode in which kernels are launched but not run.
 
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use burn::tensor::TensorData;
 
-/// `BURN_SPARSE_GATE`: `hash`, or `launch` where kernels are launched and not run, so that no number means anything.
+/// `BURN_SPARSE_GATE`: `hash`, or `launch` if kernels are launched but not run, so that results are meaningless.
 static MODE: LazyLock<Option<String>> = LazyLock::new(|| std::env::var("BURN_SPARSE_GATE").ok());
 
-/// How many tensors were read, and the sum of their hashes: some are read by several threads.
+/// Number of tensors read, and the sum of their hashes; a sum, because threads read in any order.
 static SEEN: Mutex<(usize, u64)> = Mutex::new((0, 0));
 
 pub fn is_on() -> bool {
     MODE.is_some()
 }
 
-/// Whether numbers are those of kernels.
+/// Returns whether results come from kernels that ran.
 pub fn kernels_run() -> bool {
     MODE.as_deref() != Some("launch")
 }
 
-/// Adds a tensor that a check has read: the FNV-1a hash of its dtype, shape and bytes.
+/// Adds a tensor that a check has read, by the FNV-1a hash of its dtype, shape and bytes.
 pub fn note(data: &TensorData) {
     if !is_on() {
         return;
@@ -33,14 +33,14 @@ pub fn note(data: &TensorData) {
     *seen = (seen.0 + 1, seen.1.wrapping_add(hash));
 }
 
-/// Prints a plan that a check has asked for, on one line.
+/// Prints a plan that a check has requested, on one line.
 pub fn note_plan(text: &str) {
     if is_on() {
         println!("  plan: {}", text.trim_end().replace('\n', " | "));
     }
 }
 
-/// What was read since the last call.
+/// Returns the count and hash of the tensors read since the last call.
 pub fn take() -> String {
     let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
     let (count, sum) = std::mem::take(&mut *seen);

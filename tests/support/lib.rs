@@ -1,4 +1,4 @@
-//! What the tests share: the table of cases, the judges in f64, the comparator, the devices and the checks themselves.
+//! Code shared by the tests: tables of cases, references in f64, the comparator, devices, and the checks themselves.
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 pub mod attention;

@@ -1,4 +1,4 @@
-//! What nearly every check uses.
+//! Imports of nearly every check.
 
 pub use burn::tensor::{Bool, DType, Device, Distribution, Gradients, Int, Tensor, TensorData};
 pub use burn_blocksparse::{

@@ -1,9 +1,9 @@
-//! Tables of cases as text: a row a line, with its columns between bars; what a row has other than the rest as words with numbers.
+//! Tables of cases as text: one row per line, columns separated by bars. Settings that differ from the default case are words followed by numbers.
 
 use std::fmt::Debug;
 use std::str::FromStr;
 
-/// The columns of each row.
+/// Returns the columns of each row.
 pub fn rows<const N: usize>(table: &'static str) -> Vec<[&'static str; N]> {
     let lines = table.lines().map(str::trim);
     let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
@@ -16,7 +16,7 @@ pub fn rows<const N: usize>(table: &'static str) -> Vec<[&'static str; N]> {
     lines.map(columns).collect()
 }
 
-/// Words with what follows them, of `heads 4 2, sinks`.
+/// Splits settings like `heads 4 2, sinks` into words and their numbers.
 pub fn settings(column: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
     let all = column
         .split(',')
@@ -25,7 +25,7 @@ pub fn settings(column: &'static str) -> impl Iterator<Item = (&'static str, &'s
     all.map(|text| text.split_once(' ').unwrap_or((text, "")))
 }
 
-/// As many numbers as are asked for.
+/// Parses exactly `N` numbers.
 pub fn all<T: FromStr + Debug, const N: usize>(column: &str) -> [T; N]
 where
     T::Err: Debug,
@@ -39,7 +39,6 @@ where
         .unwrap_or_else(|_| panic!("{N} numbers: {column}"))
 }
 
-/// One number.
 pub fn one<T: FromStr + Debug>(column: &str) -> T
 where
     T::Err: Debug,

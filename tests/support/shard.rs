@@ -1,6 +1,6 @@
-//! A part of a table of cases, for devices that compile slowly.
+//! Selection of a part of the cases, for devices that compile slowly.
 
-/// K and N of `BURN_SPARSE_SHARD`, or 0 and 1.
+/// Returns K and N of `BURN_SPARSE_SHARD`, or 0 and 1.
 pub fn shard() -> (usize, usize) {
     let shard = std::env::var("BURN_SPARSE_SHARD").ok();
     shard.map_or((0, 1), |text| {
@@ -8,14 +8,15 @@ pub fn shard() -> (usize, usize) {
     })
 }
 
-/// Of rows that each compile kernels of their own: all, or with `BURN_SPARSE_SHARD` one in so many, other ones with each K. There must be as many rows.
+/// Selects among rows that each compile their own kernels: all, or with `BURN_SPARSE_SHARD` one in `one_in`, others for each K. There must be at
+/// least `one_in` rows.
 pub fn some_of<T>(rows: impl IntoIterator<Item = T>, one_in: usize) -> impl Iterator<Item = T> {
     let (part, parts) = shard();
     let one_in = if parts == 1 { 1 } else { one_in };
     rows.into_iter().skip(part % one_in).step_by(one_in)
 }
 
-/// K and N of `K/N`, K less than N.
+/// Parses `K/N`; K = N counts as 0.
 pub fn parse_shard(text: &str) -> Result<(usize, usize), String> {
     let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));
     match numbers {

@@ -1,4 +1,4 @@
-//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
+//! Backend traits and the types in their signatures. They are for crates that serve another backend, not for users of the ops.
 
 pub use crate::paged::ops::PagedOps;
 pub use crate::paged::values::{

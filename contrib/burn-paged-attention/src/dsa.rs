@@ -1,23 +1,23 @@
-//! DeepSeek sparse attention over pages: an indexer's keys in pages, and choices among them.
+//! DeepSeek sparse attention over pages: indexer keys in pages, and top-k selection among them.
 
 use burn_blocksparse::internal::prelude::*;
 use burn_sparse_select::dsa::{Dsa, DsaLists};
 
 use crate::paged::ops::PagedOps;
 
-/// Queries of an indexer, one for each list of pages of its keys.
+/// Indexer queries, one per page list, and the paged indexer keys that they score.
 #[derive(Clone, Debug)]
 pub struct DsaPages {
     /// `[page_lists, index_heads, index_dim]`
     pub q: Tensor<3>,
     /// `[page_lists, index_heads]`
     pub weights: Tensor<2>,
-    /// `[pages, P, index_dim]`, a key a slot; `P` is a power of two.
+    /// `[pages, P, index_dim]`: one key per slot. `P` is a power of two.
     pub keys: Tensor<3>,
     /// i32 `[page_lists, 1, entries]`: the pages of each list, in the order of their keys' positions.
     pub table: Tensor<3, Int>,
-    /// i32 `[page_lists, 1, 4]`, as [`PagedKeysValues::spans`](crate::PagedKeysValues::spans): so many keys the query sees as region one has slots. Region two is
-    /// empty.
+    /// i32 `[page_lists, 1, 4]`, like [`PagedKeysValues::spans`](crate::PagedKeysValues::spans). The length of region one is the number of keys that
+    /// the query sees; region two is empty.
     pub spans: Tensor<3, Int>,
 }
 
@@ -67,12 +67,11 @@ impl DsaPages {
         }
     }
 
-    /// Slots of a page.
     fn page(&self) -> usize {
         self.keys.dims()[1]
     }
 
-    /// The keys of a page list, `[page_lists, listed]`, as slots of all pages.
+    /// Returns the keys of each page list as slots of all pages, `[page_lists, listed]`.
     fn slots(&self) -> Tensor<2, Int> {
         let [page_lists, _, entries] = self.table.dims();
         let table = self.table.clone().reshape([page_lists, entries]);
@@ -84,7 +83,7 @@ impl DsaPages {
         ))
     }
 
-    /// So many keys each query sees.
+    /// Returns the number of keys that each query sees, `[page_lists]`.
     fn seen(&self) -> Tensor<1, Int> {
         let [page_lists, ..] = self.spans.dims();
         let seen = self.spans.clone().narrow(2, 0, 1);
@@ -92,10 +91,10 @@ impl DsaPages {
     }
 }
 
-/// The keys that queries over pages attend to, as [`Dsa::choose`] has them of keys side by side: i32 `[page_lists, kv_heads, most]`, the
-/// slots of each head of keys in ascending order of their positions, below 0 after the last, for [`PagedKeysValues::of_slots`]. Of an entry `x` of the
-/// table the heads of the attention have the pages `x · kv_heads` and those after it, as with tables that heads share. Nothing is read back where kernels
-/// run, and launches depend on shapes alone.
+/// Selects the keys that queries attend to, as [`Dsa::choose`] does for contiguous keys. Returns i32 `[page_lists, kv_heads, most]` for
+/// [`PagedKeysValues::of_slots`]: each KV head's slots in ascending order of position, padded with negative numbers.
+/// KV heads share the table: entry `x` is the pages `x · kv_heads ..` of the attention, one per head. With kernels nothing is read back, and
+/// launches depend on shapes alone.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -125,7 +124,7 @@ impl DsaPages {
 /// ```
 ///
 /// # Errors
-/// [`OpError`] if shapes or devices do not fit each other, `kv_heads` is 0, or no feature of this crate serves the device.
+/// [`OpError`] if shapes or devices do not match, `kv_heads` is 0, or no feature of this crate serves the device.
 ///
 /// [`PagedKeysValues::of_slots`]: crate::PagedKeysValues::of_slots
 pub fn choose_in_pages(

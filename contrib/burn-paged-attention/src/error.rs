@@ -6,10 +6,10 @@ use burn_sparse_transformer::TransformerError;
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// The books refused a call.
+    /// The page allocator refused a call.
     #[error(transparent)]
     Cache(CacheError),
-    /// The layers did, or an argument is outside its range.
+    /// The layers refused a call, or an argument is out of range.
     #[error(transparent)]
     Layers(#[from] TransformerError),
 }

@@ -3,12 +3,12 @@
 //! [`generate::generate`] continues prompts with any model that implements `Decoder` of `burn-sparse-transformer`. [`pool::KvPool`] holds the keys and values
 //! of all its layers: continuous batching, forks, prefix reuse, eviction, int8 and fp8, selected pages, CUDA graphs.
 //!
-//! For layers of your own, [`append_rows`] writes a step's keys and values into pages, [`paged_attention`] attends to them ([`PagedKeysValues`]),
-//! [`sampling`] draws tokens, and [`pages`] has the block tables: the page and slot of each key.
+//! For your own layers, [`append_rows`] writes a step's keys and values into pages, [`paged_attention`] attends to them ([`PagedKeysValues`]),
+//! [`sampling`] samples tokens, and [`pages`] allocates pages and builds page tables.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// What the macro makes of the backend traits has no arm then, which would use the arguments.
+// The macro expands the backend traits to no match arm then, so nothing uses the arguments.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(unused_variables)

@@ -1,25 +1,25 @@
-//! Which tokens may be drawn.
+//! Sampling options and their reference on the host.
 
 use burn_blocksparse::OpError;
 
-/// Options of [`sample_tokens`](crate::sampling::sample_tokens). Build them from [`Default`], which leaves the softmax as it is.
+/// Options of [`sample_tokens`](crate::sampling::sample_tokens). [`Default`] samples from the plain softmax.
 ///
-/// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
-/// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
-/// likeliest. Tokens that are as likely count in the order of their numbers; a logit that is no number counts as −∞.
+/// Applied in this order: `repetition` lowers the logits of seen tokens, `temperature` divides all logits, and the softmax keeps the `top_k`
+/// likeliest tokens, then the likeliest ones that make up `top_p`, then those at least `min_p` times as likely as the likeliest. Ties go to the
+/// lower token id; a NaN logit counts as −∞.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct SampleOptions {
     /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
     pub temperature: f64,
-    /// Number of likeliest tokens that are retained. Default: all.
+    /// Number of likeliest tokens that are kept. Default: all.
     pub top_k: Option<usize>,
-    /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
+    /// A token is kept if the probabilities of likelier ones sum to less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,
-    /// A token is retained if its probability is at least this factor times the largest (Nguyen et al., 2024). Default: 0.
+    /// A token is kept if its probability is at least this factor times the largest (Nguyen et al., 2024). Default: 0.
     pub min_p: f64,
-    /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
+    /// Penalty of seen tokens: positive logits are divided by it, others multiplied by it (Keskar et al., 2019). Default: 1.
     pub repetition: f64,
 }
 
@@ -37,22 +37,22 @@ impl Default for SampleOptions {
 
 impl SampleOptions {
     blocksparse::setters! {
-        /// Sets what logits are divided by.
+        /// Sets the divisor of the logits.
         temperature: f64,
-        /// Sets the number of likeliest tokens that are retained.
+        /// Sets the number of likeliest tokens that are kept.
         top_k: Option<usize>,
-        /// Sets what the candidates make up.
+        /// Sets the total probability of the candidates.
         top_p: f64,
-        /// Sets the least probability of a token, relative to the likeliest.
+        /// Sets the least probability of a candidate, relative to the likeliest.
         min_p: f64,
-        /// Sets how much less likely tokens are that were seen.
+        /// Sets the penalty of seen tokens.
         repetition: f64,
     }
 
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`OpError::Argument`] that names the first that is not.
+    /// [`OpError::Argument`] naming the first option out of range.
     pub fn check(&self) -> Result<(), OpError> {
         let &Self {
             temperature,
@@ -72,8 +72,8 @@ impl SampleOptions {
         Ok(())
     }
 
-    /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1, in f64. None if no logit is finite. `seen` says
-    /// whether a token was seen.
+    /// Returns the candidates, likeliest first, with their probabilities in f64, which sum to 1. Empty if no logit is finite. `seen` tells whether a
+    /// token was seen.
     pub fn candidates(&self, logits: &[f32], seen: impl Fn(u32) -> bool) -> Vec<(u32, f64)> {
         let mut kept: Vec<(u32, f64)> = (0..).zip(logits.iter().map(|&z| f64::from(z))).collect();
         kept.retain(|(_, logit)| !logit.is_nan() && *logit > f64::NEG_INFINITY);
@@ -87,7 +87,7 @@ impl SampleOptions {
                 }
             }
         }
-        // Stable, so tokens that are as likely stay in order.
+        // A stable sort keeps ties in the order of token ids.
         kept.sort_by(|a, b| b.1.total_cmp(&a.1));
         let Some(&(_, likeliest)) = kept.first() else {
             return kept;
@@ -118,8 +118,8 @@ impl SampleOptions {
         kept
     }
 
-    /// The token that a number in `[0, 1)` draws, in f64: the first of [`Self::candidates`] up to which they make up more than that. None if no logit is
-    /// finite.
+    /// Samples a token with a number `draw` in `[0, 1)`: the first of [`Self::candidates`] whose cumulative probability exceeds it, in f64. None if
+    /// no logit is finite.
     pub fn choose(&self, logits: &[f32], seen: impl Fn(u32) -> bool, draw: f64) -> Option<u32> {
         let candidates = self.candidates(logits, seen);
         let mut sum = 0.0;
@@ -127,7 +127,7 @@ impl SampleOptions {
             sum += probability;
             sum > draw
         });
-        // Rounding may leave the sum of all below it.
+        // Rounding may leave the total no greater than `draw`.
         found.or(candidates.last()).map(|(token, _)| *token)
     }
 }

@@ -1,4 +1,4 @@
-//! As the test of this name in `burn-blocksparse`: a device whose backend `burn` has and a feature that is off would serve.
+//! Like the test of this name in `burn-blocksparse`: a device whose backend `burn` has, but whose feature is off here.
 #![cfg(not(feature = "flex"))]
 
 use burn::tensor::{Device, Distribution, Tensor};
@@ -13,7 +13,7 @@ fn choices_on_the_device_name_the_feature() {
     assert!(error.contains("turn on its feature `flex`"), "{error}");
 }
 
-/// What is made of Burn's operations alone runs on every backend of Burn.
+/// Selections made of Burn's operations alone run on every backend of Burn.
 #[test]
 fn choices_on_the_host_need_no_feature() {
     let q = Tensor::<4>::random([1, 1, 16, 4], Distribution::Default, &Device::flex());

@@ -1,6 +1,6 @@
-//! A device whose backend `burn` has and a feature of this crate would serve that is off: an error instead of a panic. `cargo test -p burn-blocksparse
-//! --no-default-features --features autodiff --test unserved_device` builds `burn` with Flex and this crate without; elsewhere both have it, and there is
-//! nothing to test.
+//! A device whose backend `burn` has, but whose feature is off in this crate, gives an error instead of a panic.
+//! `cargo test -p burn-blocksparse --no-default-features --features autodiff --test unserved_device` builds `burn` with Flex and this crate without;
+//! in other builds both have it, and there is nothing to test.
 #![cfg(not(feature = "flex"))]
 
 #[macro_use]
@@ -65,7 +65,7 @@ fn operators_name_the_feature() {
 #[test]
 fn layouts_of_tensors_name_the_feature() {
     let shape = LayoutShape::square(1, 16, 8);
-    // No autodiff here: a layout is made of tensors without it.
+    // Without autodiff, as required for the tensors of a layout.
     let device = &Device::flex();
     let options = DeviceLayoutOptions::new(shape);
     let mask = Tensor::<4, Bool>::from_data([[[[true, false], [true, true]]]], device);
@@ -79,7 +79,7 @@ fn layouts_of_tensors_name_the_feature() {
     }
 }
 
-/// What is made of Burn's operations alone runs on every backend of Burn.
+/// Calls made of Burn's operations alone run on every backend of Burn.
 #[test]
 fn burns_own_operations_need_no_feature() {
     let device = Device::flex();
@@ -90,7 +90,7 @@ fn burns_own_operations_need_no_feature() {
     assert!(error < 1e-6, "{error}");
 }
 
-/// With and without autodiff.
+/// Returns the device with and without autodiff.
 fn devices() -> Vec<Device> {
     let device = Device::flex();
     let mut devices = vec![device.clone()];

@@ -1,4 +1,4 @@
-//! The commands, as they are typed, on the tiny checkpoint whose logits `transformers` computed.
+//! The commands as typed, on the tiny checkpoint whose logits `transformers` computed.
 
 #[path = "../../enwik8/tests/cli/shell.rs"]
 mod shell;
@@ -10,7 +10,6 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// The letters of the vocabulary.
 const LETTERS: &str = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuv";
 
 fn data() -> PathBuf {
@@ -18,7 +17,7 @@ fn data() -> PathBuf {
     crates.join("burn-sparse-transformer/tests/data/tiny-llama")
 }
 
-/// The checkpoint with a tokenizer of letters.
+/// Copies the checkpoint, with a tokenizer of letters.
 fn checkpoint() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for file in fs::read_dir(data()).unwrap() {
@@ -50,7 +49,7 @@ fn numbers<T>(file: &str, read: fn([u8; 4]) -> T) -> Vec<T> {
         .collect()
 }
 
-/// A command behind which the checkpoint stands, and flags as they are typed.
+/// Runs a command on the checkpoint, with flags as typed.
 fn llama(folder: &TempDir, line: &str) -> Output {
     let (command, flags) = line.split_once(' ').unwrap();
     let mut llama = Command::new(env!("CARGO_BIN_EXE_llama"));
@@ -74,7 +73,7 @@ fn assert_refused(folder: &TempDir, line: impl AsRef<str>, message: &str) {
     assert!(error.contains(message), "{error}");
 }
 
-/// The letters of the golden tokens' first row, in a file of the folder.
+/// Writes the letters of the golden tokens' first row to a file of the folder.
 fn text(folder: &TempDir) -> String {
     let letters: Vec<char> = LETTERS.chars().collect();
     let tokens = numbers("tokens.i32", i32::from_le_bytes);
@@ -87,7 +86,7 @@ fn text(folder: &TempDir) -> String {
     path.display().to_string()
 }
 
-/// Of each token behind the first one.
+/// Returns the bits of each token after the first one.
 fn golden_bits() -> Vec<f64> {
     let logits = numbers("logits.f32", f32::from_le_bytes);
     let tokens = numbers("tokens.i32", i32::from_le_bytes);
@@ -99,7 +98,7 @@ fn golden_bits() -> Vec<f64> {
     (0..39).map(of).collect()
 }
 
-/// The rows of `perplexity`, which it also writes as JSON.
+/// Returns the rows of `perplexity`, which are also written as JSON.
 fn rows(folder: &TempDir, more: &str) -> Vec<Value> {
     let path = folder.path().join("rows.json");
     let (text, json) = (text(folder), path.display());
@@ -124,7 +123,7 @@ fn bits_of(row: &Value) -> f64 {
     row["bits_per_byte"].as_f64().unwrap()
 }
 
-/// How far the bits of a row are from others.
+/// Returns the distance of a row's bits from a number.
 fn apart(row: &Value, from: f64) -> f64 {
     let apart = (bits_of(row) - from).abs();
     println!("{row}: {apart} from {from}");
@@ -140,7 +139,7 @@ fn bits_through_caches_are_those_of_the_golden_logits() {
     let found = rows(&folder, &format!("{WINDOW} {caches}"));
     let bits = &golden_bits()[13..];
     let expected = bits.iter().sum::<f64>() / bits.len() as f64;
-    // Two keep all keys, and one would let some go if there were more.
+    // Two keep all keys, and the third has capacity for all.
     for row in &found[..3] {
         assert!(apart(row, expected) < 1e-3);
         assert_eq!(row["share"], 1.0, "{row}");
@@ -159,12 +158,12 @@ fn bits_through_caches_are_those_of_the_golden_logits() {
     assert_ne!(bits_of(&found[1]), bits_of(&found[0]));
 }
 
-/// A slack of three evicts where calls of four tokens end, as tokens one by one do.
+/// A slack of three evicts at the ends of calls of four tokens, like with single tokens.
 #[test]
 fn tokens_of_a_call_count_as_one_by_one() {
     let folder = checkpoint();
     let caches = "--cache snapkv:4,2,3 --cache h2o:2,2 --cache h2o-mean:2,2 --cache tova:4 --cache key-norm:4 --cache combined:1,1,2 --slack 3";
-    // Two windows of one batch, and one by one.
+    // Two windows in one batch, and one by one.
     let window = "--window 19 --windows 2 --prompt 11";
     let [chunks, single] = ["--chunk 4", "--chunk 1 --batch 1"]
         .map(|how| rows(&folder, &format!("{window} {how} {caches}")));
@@ -175,7 +174,7 @@ fn tokens_of_a_call_count_as_one_by_one() {
     }
 }
 
-/// Pages that heads choose by the mean of their scores, read token by token, give what the whole gives.
+/// Pages selected by the mean of the heads' scores, token by token, give the result of the whole.
 #[test]
 fn pages_choose_as_the_whole() {
     let folder = checkpoint();
@@ -186,7 +185,7 @@ fn pages_choose_as_the_whole() {
     let pages = format!("{command} --prompt 1 --chunk 1 --cache all");
     let pages = rows(&folder, &pages);
     for (whole, pages) in whole.iter().zip(&pages) {
-        // The first token's bits are those of any attention.
+        // The first token's bits do not depend on the attention.
         let rest = (39.0 * bits_of(whole) - golden_bits()[0]) / 38.0;
         assert!(apart(pages, rest) < 1e-4, "{whole}");
         assert!(whole["attention"] == "dense" || pages["share"].as_f64().unwrap() < 1.0);
@@ -206,7 +205,7 @@ fn bits_are_those_of_the_golden_logits() {
     let expected = golden_bits().iter().sum::<f64>() / 39.0;
     assert!(apart(&found[0], expected) < 1e-3);
     assert_eq!(found[0]["share"], 1.0);
-    // A letter is a byte; a window is another attention.
+    // A letter is a byte; a window changes attention.
     assert_eq!(found[0]["bits_per_token"], found[0]["bits_per_byte"]);
     assert!(apart(&found[1], expected) > 1e-3);
 }
@@ -221,7 +220,7 @@ fn texts_are_written_from_prompts() {
     assert_eq!(with(""), written);
     assert_ne!(with("--temperature 2 --top-k 9 --seed 3"), written);
     with("--kv-dtype int8 --attention quest:16,48");
-    // Prompts alone are read by what later tokens would change.
+    // Selections that later tokens would influence apply to prompts only.
     assert!(with("--attention topk:8,2").starts_with("Hello"));
     let message = "no chat template: say --raw";
     assert_refused(&folder, "generate --prompt Hello", message);

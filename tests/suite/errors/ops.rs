@@ -1,4 +1,4 @@
-//! Of operations beside attention, and what their plans say.
+//! Errors of operations besides attention, and their plans.
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::{AccumulatedAttentionOptions, accumulated_attention};
@@ -14,12 +14,11 @@ use burn_sparse_select::nsa::NsaBranches;
 
 use burn_blocksparse_tests::prelude::*;
 
-/// Zeros in f32.
 fn zeros<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::zeros(shape, (device, DType::F32))
 }
 
-/// A call, whose plan is refused with the same error.
+/// Checks that the plan of a call fails with the same error.
 fn both<P, T>(plan: Result<P, OpError>, call: Result<T, OpError>) -> Result<T, OpError> {
     assert_eq!(plan.err().as_ref(), call.as_ref().err());
     call
@@ -323,7 +322,7 @@ fn sampling() {
     }
 }
 
-/// Products are Burn's, and the others' kernels run wherever there are any.
+/// Products are Burn's; the other operations use kernels if there are any.
 #[test]
 fn plans_say_what_runs() {
     let layout = WeightLayout::random([32, 48], 16, 0.7, 1).unwrap();

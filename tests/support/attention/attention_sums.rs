@@ -6,7 +6,7 @@ use crate::attention::cases::{cases, per_batch, table};
 use crate::attention::options::SHARED;
 use crate::prelude::*;
 
-/// Columns and diagonals of an answer's weights of `queries`.
+/// Returns the sums over columns and diagonals of the weights of `queries`.
 fn expected(problem: &Problem, answer: &Answer, queries: std::ops::Range<usize>) -> [Vec<f64>; 2] {
     let Sizes {
         batch,
@@ -22,7 +22,7 @@ fn expected(problem: &Problem, answer: &Answer, queries: std::ops::Range<usize>)
             for j in 0..seq_kv {
                 let p = answer.weights[(row * seq_q + i) * seq_kv + j];
                 columns[row * seq_kv + j] += p;
-                // Of positions: the last query sits at the last key.
+                // Distances of positions: queries are aligned with the last keys.
                 let distance = (i + seq_kv) as i64 - seq_q as i64 - j as i64;
                 diagonals[row * lines + (seq_q as i64 - 1 + distance) as usize] += p;
             }
@@ -73,7 +73,7 @@ impl Call<'_> {
     }
 }
 
-/// The table, with ALiBi, biases and ranges of queries in turn. In half precision products are of rounded numbers, and sums are f32 all the same.
+/// The table, with ALiBi, biases and ranges of queries in turn. In half precision, products have rounded factors and sums are f32.
 pub fn attention_sums_equal_f64(devices: &[Device]) {
     for (index, case) in table() {
         let seed = 7000 + index as u64;
@@ -116,8 +116,7 @@ pub fn attention_sums_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Long lines, which are cut; layouts per batch entry, which have lines of different lengths; lse as attention gives it, with
-/// sinks; on an autodiff device.
+/// Long lines, which are cut; layouts per batch entry, whose lines differ in length; lse with sinks; on an autodiff device.
 pub fn attention_sums_of_long_lines(devices: &[Device]) {
     let sizes = Sizes::new([2, 2, 1], [700, 700], [12, 4]);
     let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
@@ -144,7 +143,7 @@ pub fn attention_sums_of_long_lines(devices: &[Device]) {
     }
 }
 
-/// The same bits twice, and whatever the strides of the inputs.
+/// Two runs give equal bits, whatever the strides of the inputs.
 pub fn attention_sums_give_the_same_bits(devices: &[Device]) {
     let case = &cases()[37];
     let problem = case.problem(3);

@@ -1,4 +1,4 @@
-//! How the op sits in Burn's autodiff: checkpointing, partial tracking, memory of what is kept.
+//! The op in Burn's autodiff: checkpointing, partial tracking, memory of saved tensors.
 
 use crate::attention::cases::table;
 use crate::prelude::*;
@@ -8,7 +8,7 @@ fn random(device: &Device) -> Tensor<4> {
     Tensor::random([1, 2, 40, 8], Distribution::Default, device)
 }
 
-/// Gradients under gradient checkpointing, through operations that it computes again.
+/// Gradients under gradient checkpointing, through recomputed operations.
 pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
     for (index, case) in table() {
         let (problem, layout) = (case.problem(index as u64), case.layout());
@@ -17,7 +17,7 @@ pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
             let device = device.clone().autodiff().gradient_checkpointing();
             let leaves = inputs(&problem, &device, DType::F32).map(Tensor::require_grad);
             let [q, k, v, grad_out] = leaves;
-            // Memory-bound steps between the leaves and the op: recomputed, not stored.
+            // Memory-bound steps between the leaves and the op are recomputed, not stored.
             let through = |x: &Tensor<4>| (x.clone() * 2.0).swap_dims(1, 2) / 2.0;
             let [tq, tk, tv] = [&q, &k, &v].map(|x| through(x).swap_dims(1, 2));
             let out = attend([&tq, &tk, &tv], &layout, &case.options());
@@ -27,7 +27,7 @@ pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
     }
 }
 
-/// Constants get no gradient and change no other, whichever of the inputs and biases they are.
+/// Constants get no gradient and change no other, for all subsets of inputs and biases.
 pub fn constants_get_no_gradient(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 40, 8).unwrap();
     let call = |x: &mut Tensors| {
@@ -56,7 +56,7 @@ pub fn constants_get_no_gradient(devices: &[Device]) {
         .result("lse", 0, &rows[..3], given(6, &rows[..3]))
         .has_constants(devices, 0.0);
     for plain in devices {
-        // k and v from the device without autodiff.
+        // k and v come from the device without autodiff.
         let q = random(&plain.clone().autodiff()).require_grad();
         let [k, v] = [random(plain), random(plain)];
         let out = attend([&q, &k, &v], &layout, &AttentionOptions::default());
@@ -64,8 +64,7 @@ pub fn constants_get_no_gradient(devices: &[Device]) {
     }
 }
 
-/// Out and lse take one backward pass, whichever of them the loss uses, in whatever order, and are values that gradient
-/// checkpointing may need again.
+/// Out and lse share one backward pass, whichever of them the loss uses and in whatever order; gradient checkpointing may recompute either.
 pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
     let layout = Pattern::local(9).layout(2, 40, 8).unwrap();
     for plain in devices {
@@ -84,7 +83,7 @@ pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
         let by_out = grads(&device, &|out, _| out.powi_scalar(2).sum());
         let by_lse = grads(&device, &|_, lse| lse.exp().sum());
         let both = |out: Tensor<4>, lse: Tensor<3>| {
-            // lse in two places, one of them deep behind out.
+            // lse is used twice, once deep in the graph after out.
             let half = (lse.clone().exp() * 0.5).sum();
             let deep = (out.powi_scalar(2).sum_dim(3) + lse.exp().unsqueeze_dim(3) * 0.5).sum();
             half + deep
@@ -98,7 +97,7 @@ pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
                 assert!(difference < 1e-4, "{device:?}, input {index}: {difference}");
             }
         }
-        // The weights of lse's gradient sum to 1, and nothing of it reaches the values.
+        // The weights of lse's gradient sum to 1, and none of it reaches the values.
         let [_, _, dv] = grads(&device, &|_, lse| lse.sum());
         assert_eq!(dv.abs().max().into_scalar::<f32>(), 0.0, "{device:?}");
     }

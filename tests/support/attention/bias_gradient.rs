@@ -1,10 +1,10 @@
-//! The gradient of a bias in half precision, which tensor cores make: whatever shares it, and whatever layouts its heads have.
+//! The gradient with respect to a bias in half precision, on tensor cores: with any sharing, and any layouts of the heads.
 
 use crate::attention::cases::{Case, per_batch};
 use crate::prelude::*;
 
-/// Every kind of layout: tiles of neighbours and of like rows, blocks from 8 to 128, one pattern and several, residue classes, and ragged ends. A pattern,
-/// queries and keys, block, heads of queries and of keys, width, and who shares the bias.
+/// Every kind of layout: tiles of adjacent and of similar rows, blocks from 8 to 128, one pattern and several, residue classes, and ragged ends. A
+/// pattern, queries and keys, block, heads and KV heads, width, and the sharing of the bias.
 const ROWS: &str = "
     causal            | 300 300 | 128 | 4 4 | 64  | entries heads
     causal            | 301 301 | 64  | 4 2 | 64  | entries heads
@@ -26,7 +26,7 @@ const ROWS: &str = "
     local:70          | 500 500 | 16  | 4 4 | 128 | entries queries
 ";
 
-/// A case, and whether batch entries, heads and queries share the bias.
+/// Returns cases, and whether batch entries, heads and queries share the bias.
 fn cases() -> Vec<(Case, [bool; 3])> {
     let scattered = |head: usize, i: i64, j: i64| {
         let word = (head as i64 * 7919 + i / 32 * 104_729 + j / 32 * 1_299_709) % 1009;
@@ -51,7 +51,7 @@ fn cases() -> Vec<(Case, [bool; 3])> {
     rows(ROWS).into_iter().map(case).collect()
 }
 
-/// Checks calls in both dtypes, and that they give the same bits twice.
+/// Checks calls in both half-precision dtypes; two runs give equal bits.
 fn check(devices: &[Device], calls: impl IntoIterator<Item = (String, BlockLayout, Problem)>) {
     for (what, layout, mut problem) in calls {
         for (device, dtype) in halves(devices) {
@@ -66,7 +66,7 @@ fn check(devices: &[Device], calls: impl IntoIterator<Item = (String, BlockLayou
     }
 }
 
-/// Every gradient, that of the bias among them, equals f64 arithmetic and has the same bits twice.
+/// Every gradient, including that with respect to the bias, equals f64, with equal bits in two runs.
 pub fn bias_gradients_in_half_precision(devices: &[Device]) {
     let calls = some_of(cases(), 3).map(|(case, shared)| {
         let what = format!("{}, shared {shared:?}", case.name);
@@ -75,7 +75,7 @@ pub fn bias_gradients_in_half_precision(devices: &[Device]) {
     check(devices, calls);
 }
 
-/// The same with softcap, ALiBi, dropout and biases of distances.
+/// Like [`bias_gradients_in_half_precision`], with softcap, ALiBi, dropout and relative biases.
 pub fn bias_gradients_with_options(devices: &[Device]) {
     let calls = cases().into_iter().step_by(3).map(|(mut case, shared)| {
         case.softcap = Some(2.0);
@@ -93,7 +93,7 @@ pub fn bias_gradients_with_options(devices: &[Device]) {
     check(devices, calls);
 }
 
-/// Batch entries with layouts of their own that share a bias.
+/// Batch entries with different layouts that share a bias.
 pub fn bias_gradients_per_batch(devices: &[Device]) {
     let sizes = Sizes::new([2, 4, 2], [300, 300], [64, 64]);
     let patterns = [Pattern::local(90), Pattern::causal()];

@@ -1,4 +1,4 @@
-//! The table of cases. A pattern or a shape that can go wrong is one row here.
+//! The table of cases. Each row is a pattern or a shape that is prone to errors.
 
 use crate::prelude::*;
 
@@ -60,7 +60,7 @@ impl Case {
         Sizes::new(heads, [self.seq_q, self.seq_kv], dims)
     }
 
-    /// Random inputs and what f64 arithmetic over `Pattern::attends` makes of them.
+    /// Returns random inputs with the f64 reference over `Pattern::attends`.
     pub fn problem(&self, seed: u64) -> Problem {
         let offset = self.seq_kv as i64 - self.seq_q as i64;
         let pattern = self.pattern.clone();
@@ -71,7 +71,7 @@ impl Case {
     }
 }
 
-/// A problem whose batch entries have a pattern each, and their layouts as one.
+/// Returns a problem with a pattern per batch entry, and the stacked layout.
 pub fn per_batch(
     patterns: &[Pattern],
     sizes: Sizes,
@@ -88,29 +88,29 @@ pub fn per_batch(
     (layout, problem)
 }
 
-/// Layouts per batch entry, one with rows without keys, and grouped heads.
+/// Returns layouts per batch entry, one with rows without keys, and grouped heads.
 pub fn gaps_per_batch(seed: u64) -> (BlockLayout, Problem) {
     let sizes = Sizes::new([2, 4, 2], [61, 61], [8, 16]);
     let gaps = Pattern::from_fn("gaps", |_, i, j| !(11..53).contains(&i) && j <= i);
     per_batch(&[Pattern::local(9), gaps], sizes, 8, seed)
 }
 
-/// The cases with their numbers, which seed their problems. `BURN_SPARSE_SHARD=K/N` leaves every N-th, from the K-th on (N/N is
-/// 0/N): to run a device that compiles slowly on a part of the table, another one for each part of `tests/vulkan.txt`. Checks pick variants by a case's number
-/// modulo 2, 3, 4, 5 and 6, so N has to be coprime with these: each of 0/7 to 6/7 meets every variant (a test).
+/// Returns the cases with their indices, which seed their problems. `BURN_SPARSE_SHARD=K/N` selects every N-th, from the K-th on (N/N is 0/N), for
+/// devices that compile slowly: another shard for each part of `tests/vulkan.txt`. Checks choose variants by a case's index modulo 2, 3, 4, 5 and 6,
+/// so N has to be coprime with these: each of 0/7 to 6/7 meets every variant (a test checks it).
 pub fn table() -> Vec<(usize, Case)> {
     let (part, parts) = shard();
     shard_of(part, parts)
 }
 
-/// The cases whose numbers are `part` modulo `parts`.
+/// Returns the cases whose indices are `part` modulo `parts`.
 pub fn shard_of(part: usize, parts: usize) -> Vec<(usize, Case)> {
     let numbered = cases().into_iter().enumerate();
     numbered.skip(part).step_by(parts).collect()
 }
 
-/// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads. Softcaps, rows without keys and patterns
-/// tiled by residue class stand where every seventh case meets each of them.
+/// Every pattern, every block size, ragged ends, rectangles, rows without keys, grouped heads. Softcaps, rows without keys and patterns tiled by
+/// residue class are placed so that every shard of sevenths has some.
 pub fn cases() -> Vec<Case> {
     let checkerboard = || {
         Pattern::from_fn("checkerboard", |head, i, j| {
@@ -119,14 +119,14 @@ pub fn cases() -> Vec<Case> {
     };
     // Queries 16..48 see nothing: whole block rows without keys, and rows of partial blocks.
     let gaps = || Pattern::from_fn("gaps", |_, i, j| !(11..53).contains(&i) && j <= i);
-    // Every head another choice of about `percent` of the blocks.
+    // Each head has other blocks, about `percent` of all.
     let random_blocks = |block: i64, percent: i64| {
         Pattern::from_fn("random blocks", move |head, i, j| {
             let (q, k) = (i.div_euclid(block), j.div_euclid(block));
             (q * 7919 + k * 104_729 + head as i64 * 31 + q * k * 17) % 101 < percent
         })
     };
-    // Every third block of 16 sees every third: neighbours share nothing.
+    // Every third block of 16 sees every third: adjacent ones share nothing.
     let thirds = || {
         Pattern::from_fn("thirds", |_, i, j| {
             j <= i && i.div_euclid(16) % 3 == j.div_euclid(16) % 3
@@ -170,7 +170,7 @@ pub fn cases() -> Vec<Case> {
     rows.into_iter().map(case).collect()
 }
 
-/// Name, pattern, queries and keys, block, and what is not as in most cases: heads of queries and of keys, widths of keys and of values, options.
+/// Name, pattern, queries and keys, block, and settings that differ from most cases: heads and KV heads, widths of keys and of values, options.
 const TABLE: &str = "
     dense                                              | dense                                     | 32 32   | 8   |
     dense, ragged, softcap                             | dense                                     | 37 37   | 16  | softcap 2.5

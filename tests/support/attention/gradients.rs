@@ -1,4 +1,4 @@
-//! Gradients that can be differentiated again, against the backward pass and against differences of f64 numbers.
+//! Differentiable gradients, against the backward pass and against finite differences in f64.
 
 use burn_blocksparse::alibi_slopes;
 use burn_blocksparse::gradients::{AttentionGradients, attention_gradients, attention_hvp};
@@ -6,7 +6,7 @@ use burn_blocksparse::internal::runs_kernels;
 
 use crate::prelude::*;
 
-/// A call of attention, and which further tensors it has.
+/// A call of attention, with its further tensors.
 struct Case {
     name: &'static str,
     layout: BlockLayout,
@@ -22,7 +22,7 @@ const HEADS: usize = 4;
 const HEAD_DIM: usize = 6;
 const VALUE_DIM: usize = 5;
 
-/// A pattern, queries and keys, heads of keys, and what else a call has.
+/// A pattern, queries and keys, KV heads, and further settings.
 const TABLE: &str = "
     fixed:8,2 | 21 21 | 2 |
     holes     | 18 18 | 4 | softcap 1.3, scale 0.9, sinks
@@ -64,7 +64,7 @@ fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// Shapes of q, k, v and the output's gradient, and of further tensors that there are.
+    /// Returns the shapes of q, k, v, the gradient with respect to the output, and the further tensors.
     fn shapes(&self) -> Vec<Vec<usize>> {
         let (seq_q, seq_kv) = (self.layout.seq_q(), self.layout.seq_kv());
         let mut shapes = vec![
@@ -79,12 +79,12 @@ impl Case {
         shapes
     }
 
-    /// Numbers of all shapes, one after the other.
+    /// Returns random numbers for all shapes, concatenated.
     fn random(&self, seed: u64) -> Vec<f64> {
         numbers(seed, self.shapes().iter().map(|shape| size(shape)).sum())
     }
 
-    /// The tensors of all shapes, which lie one behind the other in `flat`.
+    /// Splits `flat` into the tensors of all shapes.
     fn inputs(&self, flat: &Tensor<1>) -> Inputs {
         let mut first = 0;
         let mut next = |length: usize| {
@@ -111,7 +111,7 @@ impl Case {
     }
 }
 
-/// q, k, v, the output's gradient and the further tensors.
+/// q, k, v, the gradient with respect to the output, and the further tensors.
 struct Inputs {
     four: [Tensor<4>; 4],
     tensors: AttentionTensors,
@@ -129,7 +129,7 @@ fn flat_of<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     x.flatten(0, D - 1)
 }
 
-/// The gradients by all inputs as inputs lie; 0 by the output's gradient, which only a backward pass gives.
+/// Concatenates the gradients in the order of the inputs; 0 for the output's gradient, which is not an input of the function.
 fn joined(of: AttentionGradients) -> Tensor<1> {
     let tensors = of.tensors;
     let four = [of.q, of.k, of.v, of.out.zeros_like()].map(flat_of);
@@ -146,13 +146,13 @@ fn numbers_of<const D: usize>(x: Tensor<D>) -> Vec<f64> {
     to_f64(x.into_data())
 }
 
-/// Devices whose numbers are fine enough, and which have no kernels.
+/// Returns the devices with f64 and without kernels.
 fn exact(devices: &[Device]) -> Vec<Device> {
     let fits = |device: &&Device| supports(device, DType::F64) && !runs_kernels(device);
     devices.iter().filter(fits).cloned().collect()
 }
 
-/// The gradients are those of a backward pass through the attention.
+/// The gradients equal those of a backward pass through attention.
 pub fn gradients_equal_the_backward_pass(devices: &[Device]) {
     for device in exact(devices) {
         for case in cases() {
@@ -180,7 +180,8 @@ pub fn gradients_equal_the_backward_pass(devices: &[Device]) {
     }
 }
 
-/// Products of the Hessian by (q, k, v) and a vector are derivatives of the gradients in its direction, which differences of f64 numbers give.
+/// Products of the Hessian with respect to (q, k, v) and a vector equal the derivatives of the gradients in its direction, by finite differences in
+/// f64.
 pub fn hessian_vector_products_equal_differences(devices: &[Device]) {
     const STEP: f64 = 1e-5;
     for device in exact(devices) {
@@ -215,13 +216,13 @@ pub fn hessian_vector_products_equal_differences(devices: &[Device]) {
     }
 }
 
-/// A backward pass through all gradients, by all that they depend on, plain and under gradient checkpointing.
+/// A backward pass through all gradients, with respect to all their inputs, with and without gradient checkpointing.
 pub fn gradients_are_differentiated_by_every_input(devices: &[Device]) {
     const STEP: f64 = 1e-5;
     for device in exact(devices) {
         for case in cases() {
             let (start, direction, weights) = (case.random(1), case.random(2), case.random(3));
-            // The gradients of all inputs, weighed and summed up.
+            // A weighted sum of the gradients with respect to all inputs.
             let loss = |flat: &Tensor<1>| {
                 let weights = tensor(&weights, flat.dims(), &flat.device(), DType::F64);
                 (joined(case.gradients(flat)) * weights).sum()
@@ -244,7 +245,7 @@ pub fn gradients_are_differentiated_by_every_input(devices: &[Device]) {
     }
 }
 
-/// Kernels have no second derivatives, and say so.
+/// Kernels have no second derivatives, and return an error.
 pub fn gradients_on_kernels_are_refused(devices: &[Device]) {
     let mut ran = 0;
     for device in devices {

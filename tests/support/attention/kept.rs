@@ -1,4 +1,4 @@
-//! Attention with results that another pass kept: the bits that it has without, and what is given is what is used.
+//! Attention from residuals of another pass: equal bits as without, and the residuals are really used.
 
 use burn_blocksparse::internal::AttentionResiduals;
 
@@ -8,12 +8,12 @@ use crate::device_layout::case::cases as device_cases;
 use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
-/// The case with one of five kinds of scores: with dropout, with sinks and ALiBi, with biases of each kind, with all options. Plain if there are few
-/// queries.
+/// Makes a case's problem with one of five kinds of scores: dropout, sinks and ALiBi, either kind of bias, all options. Without options if there are
+/// few queries.
 fn variant(index: usize, case: &Case, seed: u64) -> Problem {
     let problem = case.problem(seed).with_grad_lse(seed);
     match index % 5 {
-        // So that the heads of a key head may be one sequence.
+        // Options would prevent the heads of a KV head from becoming one sequence.
         _ if case.seq_q < case.heads => problem,
         0 => problem.with_dropout(Dropout::new(0.3, seed)),
         1 => with_alibi(problem).with_sinks(7),
@@ -23,7 +23,7 @@ fn variant(index: usize, case: &Case, seed: u64) -> Problem {
     }
 }
 
-/// Which call computes out and lse.
+/// Origin of out and lse.
 #[derive(Clone)]
 enum By {
     Itself,
@@ -33,7 +33,7 @@ enum By {
 
 type Kept = (Results, Option<AttentionResiduals>);
 
-/// Outputs and gradients by name, and what a call kept.
+/// Returns outputs and gradients by name, and the residuals of the call.
 fn run<'a>(
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
@@ -48,7 +48,7 @@ fn run<'a>(
         tensors = require_grad(tensors);
     }
     let leaves = tensors.clone();
-    // Steps that gradient checkpointing computes again, and that change no bit.
+    // Steps that gradient checkpointing recomputes, and that change no bit.
     let through = |x: &Tensor<4>| x.clone() * 2.0 / 2.0;
     let [tq, tk, tv] = [&q, &k, &v].map(through);
     tensors.bias = tensors.bias.as_ref().map(through);
@@ -69,7 +69,7 @@ fn run<'a>(
     (by_name((out, lse), [q, k, v], &leaves, &grads), kept)
 }
 
-/// Keeps without autodiff, gives with it, and compares with what a call makes by itself, and with one that keeps in its graph.
+/// Makes residuals without autodiff, uses them with it, and compares with a call without residuals, and with one that makes them in its graph.
 fn check<'a>(
     what: &str,
     problem: &Problem,
@@ -96,7 +96,7 @@ fn check<'a>(
     ] {
         for ((name, got), (_, expected)) in results.iter().zip(&expected) {
             let what = format!("{what}, {device:?}, {dtype:?}: {name}, {way}");
-            // Around sinks there are Burn's own sums, which may be in another order on a GPU.
+            // Burn sums around sinks, possibly in another order on a GPU.
             if problem.sinks.is_some() && is_cube(device) {
                 assert_close(&what, got.clone(), &to_f64(expected.clone()), 1e-5);
             } else {
@@ -108,7 +108,7 @@ fn check<'a>(
 
 pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
     let mut ran = 0;
-    // Among them rows without keys, grouped heads, and few queries of them.
+    // Includes rows without keys, and grouped heads with few queries.
     let has = |(index, case): &(usize, Case)| {
         (index % 6 == 1 || case.seq_q < case.heads) && case.seq_kv <= 300
     };
@@ -125,7 +125,7 @@ pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
     assert_ran("given attention", ran);
 }
 
-/// Half precision, layouts per batch entry and layouts that are made on the device.
+/// Half precision, layouts per batch entry and layouts made on the device.
 pub fn given_attention_of_other_kinds(devices: &[Device]) {
     for (index, case) in table().iter().filter(|(index, _)| index % 10 == 3) {
         for (device, dtype) in halves(devices) {
@@ -151,7 +151,7 @@ pub fn given_attention_of_other_kinds(devices: &[Device]) {
     }
 }
 
-/// Out and lse are those that are given, whatever a kernel would make of the inputs, and the backward pass reads them.
+/// Out and lse are the residuals, whatever a kernel would compute from the inputs, and the backward pass reads them.
 pub fn given_attention_is_not_computed(devices: &[Device]) {
     let layout = Pattern::local(9).layout(2, 40, 8).unwrap();
     for plain in devices {
@@ -161,7 +161,7 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
             SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
         };
         let (_, _, kept) = call(&q, &k, &v).run_with_residuals().unwrap();
-        // Half of the weights, of an output that they do not make.
+        // Halves the weights, and alters out independently of them.
         let other_lse = kept.lse.clone() + std::f64::consts::LN_2;
         let altered = AttentionResiduals::new(kept.out.clone() * -3.0 + 1.0, other_lse);
         let given = |tracked: [bool; 3], kept: AttentionResiduals| {
@@ -183,7 +183,7 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
             inputs.map(|x| x.grad(&grads).map(Tensor::into_data))
         };
         let [true_grads, grads] = [&kept, &altered].map(|kept| gradients([true; 3], kept));
-        // dv = pᵀ · grad_out. Kernels make the weights of lse; the reference computes a softmax again.
+        // dv = pᵀ · grad_out. Kernels recompute weights from lse; the reference recomputes the softmax.
         let kernels = is_cube(plain);
         let factor = if kernels { 0.5 } else { 1.0 };
         let scaled = to_f64(true_grads[2].clone().unwrap()).into_iter();
@@ -204,14 +204,14 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         let (_, out, lse) = given([false; 3], altered.clone());
         assert!(!out.is_autodiff() && !lse.is_autodiff());
         assert_eq!(bytes(out.into_data()), bytes(altered.out.to_data()));
-        // No gradient flows into what is given.
+        // No gradient flows into residuals.
         let mut leaf = kept.clone();
         leaf.out = leaf.out.autodiff().require_grad();
         leaf.lse = leaf.lse.autodiff().require_grad();
         let (_, out, lse) = given([true; 3], leaf.clone());
         let grads = (out.sum() + lse.exp().sum()).backward();
         assert!(leaf.out.grad(&grads).is_none() && leaf.lse.grad(&grads).is_none());
-        // Sinks are not in it: they take a share of what is given.
+        // Residuals exclude sinks, which then take a share of out.
         let sinks = Tensor::<1>::from_data([0.4, -0.7], plain);
         let with_sinks = call(&q, &k, &v).sinks(sinks.clone());
         let (out, lse) = with_sinks.run_from_residuals(altered.clone()).unwrap();

@@ -1,4 +1,4 @@
-//! Each row's largest score against f64, and that nothing else changes where it is asked for.
+//! Each row's largest score against f64; requesting it changes no other result.
 
 use crate::attention::cases::{Case, cases, gaps_per_batch, table};
 use crate::attention::options::{SHARED, everything, with_alibi, with_distances};
@@ -6,22 +6,22 @@ use crate::device_layout::case::cases as device_cases;
 use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
-/// The case with one of six kinds of scores: plain, with a scale that turns the order of products around or makes them one, with biases of
-/// each kind, with all options.
+/// Makes a case's problem with one of six kinds of scores: plain, with a scale that reverses the order of products or makes them 0, a bias, ALiBi
+/// with sinks, a relative bias, all options.
 fn variant(index: usize, case: &Case, seed: u64) -> Problem {
     let problem = case.problem(seed).with_grad_lse(seed);
     match (index + 1) % 6 {
         0 => problem,
         1 => problem.options(Some([-0.7, 0.0, -1.3][index / 6 % 3]), case.softcap),
         2 => problem.with_bias(6, SHARED[index / 6 % 6]),
-        // Sinks are in lse and not in the largest scores.
+        // lse includes sinks; largest scores do not.
         3 => with_alibi(problem).with_sinks(7),
         4 => with_distances(index, problem),
         _ => everything(index, problem),
     }
 }
 
-/// The problem's, of which those with dropout store weights.
+/// Returns the problem's options; with dropout they store weights.
 fn options(problem: &Problem) -> AttentionOptions {
     match problem.dropout {
         Some(_) => problem.asked().weights(WeightsMode::Store),
@@ -45,7 +45,7 @@ fn check<'a>(
     let (out, lse, max_scores) = (output.out, output.lse.unwrap(), output.max_scores.unwrap());
     assert_eq!(max_scores.dtype(), lse.dtype(), "{what}");
     assert_eq!(max_scores.dims(), lse.dims(), "{what}");
-    // Scores are sums in f32, or f64, whatever the inputs are.
+    // Scores are sums in f32, or f64, whatever the dtype of the inputs.
     let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
     let what = format!("{what}, {device:?}, {dtype:?}");
     let max_scores = [("max_scores", max_scores.into_data())];
@@ -64,7 +64,7 @@ pub fn max_scores_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Tensor cores, where a device has any: the cases with wide heads, and a third of the others.
+/// Half precision, on tensor cores if a device has them: the cases with wide heads, and a third of the others.
 pub fn max_scores_in_half_precision(devices: &[Device]) {
     let mut ran = 0;
     let has = |index: usize, case: &Case| case.head_dim >= 64 || index % 3 == 1;
@@ -79,12 +79,12 @@ pub fn max_scores_in_half_precision(devices: &[Device]) {
     assert_ran("max_scores in half precision", ran);
 }
 
-/// Output, lse and gradients have the bits that they have without, also where the largest scores are in the loss; the same bits twice.
+/// Output, lse and gradients have equal bits with and without largest scores, even if these are in the loss; and in two runs.
 pub fn max_scores_change_nothing_else(devices: &[Device]) {
     let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, _)| index % 3 == 1) {
         let mut problem = variant(*index, case, 8200 + *index as u64);
-        // They are Burn's own sums.
+        // Burn sums the gradient of sinks.
         problem.sinks = None;
         for device in devices {
             let [without, with, again] =
@@ -100,7 +100,7 @@ pub fn max_scores_change_nothing_else(devices: &[Device]) {
     assert_ran("calls with and without max_scores", ran);
 }
 
-/// Outputs and gradients by name, the largest scores last if they are `asked` for.
+/// Returns outputs and gradients by name; largest scores are last if `asked`.
 fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results {
     let device = &device.clone().autodiff();
     let [q, k, v, grad_out] = inputs(problem, device, DType::F32);
@@ -122,7 +122,7 @@ fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results 
     results
 }
 
-/// Layouts that are made on the device, and layouts per batch entry.
+/// Layouts made on the device, and layouts per batch entry.
 pub fn max_scores_of_other_layouts(devices: &[Device]) {
     for index in [0, 1, 4, 5, 8] {
         let case = &device_cases()[index];
@@ -142,7 +142,7 @@ pub fn max_scores_of_other_layouts(devices: &[Device]) {
     }
 }
 
-/// The largest score over two disjoint parts of the keys is the larger one of theirs.
+/// The largest score over two disjoint parts of the keys is the maximum of both.
 pub fn max_scores_of_disjoint_parts(devices: &[Device]) {
     let near = Pattern::from_fn("near, not of some rows", |_, i, j| {
         !(11..33).contains(&i) && (0..16).contains(&(i - j))

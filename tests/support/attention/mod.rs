@@ -1,4 +1,4 @@
-//! Attention over layouts that the host makes.
+//! Attention over host layouts.
 
 pub mod attention_sums;
 pub mod autodiff;

@@ -1,22 +1,22 @@
-//! Random narrow blocks so dense that a tile sees nearly everything: coarse steps, where a device has them.
+//! Random narrow blocks so dense that a tile sees nearly everything: coarse steps, on devices that have them.
 
 use burn_blocksparse::layout::BlockMask;
 
 use crate::prelude::*;
 
-/// Which pairs random blocks have.
+/// Pairs of random blocks.
 #[derive(Clone, Copy)]
 struct Blocks {
     size: usize,
-    /// Of a hundred blocks, those that are kept,
+    /// Percentage of kept blocks.
     percent: u64,
-    /// and of a hundred of these, those that lack every seventh diagonal.
+    /// Percentage of these that lack every seventh diagonal.
     striped: u64,
     causal: bool,
 }
 
 impl Blocks {
-    /// A number below 100 for a block of a head.
+    /// Returns a pseudorandom number below 100 for a block of a head.
     fn draw(head: usize, row: usize, col: usize, salt: u64) -> u64 {
         let mut x = (head as u64) << 40 | (row as u64) << 20 | col as u64;
         x = (x ^ salt << 56).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -33,7 +33,7 @@ impl Blocks {
         }
     }
 
-    /// Whether query i sees key j.
+    /// Returns whether query i sees key j.
     fn allows(&self, head: usize, i: usize, j: usize) -> bool {
         let (row, col) = (i / self.size, j / self.size);
         let striped = Self::draw(head, row, col, 2) < self.striped;
@@ -86,7 +86,7 @@ fn check(
     ran
 }
 
-/// Heads that differ, two of which share keys; causal, and no whole number of steps. Few heads have tiles of fewer rows.
+/// Different heads, two of which share keys; causal, with a partial last step. Few heads have tiles of fewer rows.
 pub fn narrow_blocks_in_half_precision(devices: &[Device]) {
     let blocks = Blocks {
         size: 16,
@@ -107,7 +107,7 @@ pub fn narrow_blocks_in_half_precision(devices: &[Device]) {
     assert_ran("narrow blocks", ran);
 }
 
-/// Blocks with masks, anywhere, more keys than queries, some of which see none, with a softcap, ALiBi and dropout.
+/// Masked blocks anywhere, more keys than queries, some queries without keys, with a softcap, ALiBi and dropout.
 pub fn narrow_blocks_with_options(devices: &[Device]) {
     let blocks = Blocks {
         size: 32,

@@ -6,7 +6,7 @@ use crate::attention::cases::{Case, cases, table};
 use crate::judge::operators::{Dense, Form};
 use crate::prelude::*;
 
-/// A layout, tensors for it, and the device and dtype they are on.
+/// A layout and tensors for it.
 pub struct Setup {
     what: String,
     form: Form,
@@ -78,13 +78,13 @@ impl Setup {
         self.rows(values, rows, device, dtype)
     }
 
-    /// Values whose masked pairs hold something that must not matter.
+    /// Returns stored values; masked pairs have a value that must have no effect.
     fn values(&self, dense: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
         let values = self.form.stored(dense, 7.0);
         tensor(&values, self.form.shape, device, dtype)
     }
 
-    /// Whether the layout keeps a block.
+    /// Returns whether the layout has blocks.
     pub fn has_blocks(&self) -> bool {
         self.form.shape[1] > 0
     }
@@ -110,7 +110,7 @@ impl Setup {
         let dw = self.values(&self.dw, device, dtype);
         let sparse = || BlockSparseTensor::from_values(w.clone(), layout).unwrap();
 
-        // Gradients come in unmasked; those of masked pairs do not count.
+        // Gradients arrive unmasked; those at masked pairs must have no effect.
         let product = BlockSparseTensor::nt(a.clone(), b.clone(), layout).unwrap();
         let grads = (product.values() * dw.clone()).sum().backward();
         let expected = dense.nt(&self.a, &self.b, &self.allowed, kv_heads);
@@ -121,7 +121,7 @@ impl Setup {
         close("nt, db", db, &dense.tn(&self.dw, &self.a, kv_heads));
 
         let out = sparse().nn(b.clone()).unwrap();
-        // a serves as the gradient: it has the shape.
+        // `a` serves as the gradient because it has the right shape.
         let grads = (out.clone() * a.clone().detach()).sum().backward();
         close("nn", out, &dense.nn(&self.w, &self.b, kv_heads));
         let by_values = dense.nt(&self.a, &self.b, &self.allowed, kv_heads);
@@ -151,7 +151,7 @@ impl Setup {
     }
 }
 
-/// On CUDA, Burn rounds factors of f32 products to tf32.
+/// Returns the tolerance of products. On CUDA, Burn rounds factors of f32 products to tf32.
 fn products_within(device: &Device, tolerance: f64) -> f64 {
     match is_cuda(device) && tolerance > 1e-9 {
         true => 5e-3,
@@ -159,7 +159,7 @@ fn products_within(device: &Device, tolerance: f64) -> f64 {
     }
 }
 
-/// Products, softmax and their gradients over the table; on GPUs, where Burn compiles products for each shape, over a third of it.
+/// Products, softmax and their gradients on the table; on GPUs, where Burn compiles products for each shape, on a third of it.
 pub fn operators_equal_dense_f64(devices: &[Device]) {
     let mut ran = 0;
     for (index, case) in table() {
@@ -173,7 +173,7 @@ pub fn operators_equal_dense_f64(devices: &[Device]) {
     assert_ran("operators_equal_dense_f64", ran);
 }
 
-/// Layouts per batch entry, some of whose entries keep fewer blocks or none.
+/// Layouts per batch entry, some with fewer blocks or none.
 pub fn operators_on_per_batch_layouts(devices: &[Device]) {
     let nothing = Pattern::from_fn("nothing", |_, _, _| false);
     let patterns = [Pattern::local(9), nothing, Pattern::dense()];
@@ -183,7 +183,7 @@ pub fn operators_on_per_batch_layouts(devices: &[Device]) {
     let empty = Setup::new("no block at all", &layouts[1], [2, 2, 5], 2);
     for device in devices {
         setup.check(device);
-        // Tensors without elements are not for every backend; the operators take them.
+        // Not every backend supports empty tensors; the operators do.
         let device = device.clone();
         let a = empty.query_rows(&empty.a, &device, DType::F32);
         let b = empty.key_rows(&empty.b, &device, DType::F32);
@@ -197,13 +197,13 @@ pub fn operators_on_per_batch_layouts(devices: &[Device]) {
     }
 }
 
-/// `softmax(scale q · kᵀ) · v` of operators.
+/// Computes `softmax(scale q · kᵀ) · v` from operators.
 fn composed([q, k, v]: [&Tensor<4>; 3], layout: &BlockLayout, scale: f64) -> Tensor<4> {
     let scores = BlockSparseTensor::nt(q.clone(), k.clone(), layout).unwrap();
     scores.softmax(scale).unwrap().nn(v.clone()).unwrap()
 }
 
-/// That is attention, and so are its gradients.
+/// The composition equals attention, and so do its gradients.
 pub fn operators_compose_to_attention(devices: &[Device]) {
     let third = |(index, case): &(usize, Case)| index % 3 == 2 && case.softcap.is_none();
     let mut ran = 0;
@@ -234,7 +234,7 @@ pub fn operators_compose_to_attention(devices: &[Device]) {
     assert_ran("operators_compose_to_attention", ran);
 }
 
-/// Large blocks and rows, so that the products are computed in several chunks.
+/// Large blocks and rows, so that products are computed in several chunks.
 pub fn operators_in_several_chunks(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 1100, 128).unwrap();
     let setup = Setup::new("several chunks", &layout, [2, 2, 256], 6);
@@ -252,7 +252,7 @@ pub fn operators_in_several_chunks(devices: &[Device]) {
     }
 }
 
-/// Values of any size give a softmax without NaN, whose rows sum to 1, or to 0 without pairs.
+/// Values of any size give a softmax without NaN; rows sum to 1, or to 0 without pairs.
 pub fn softmax_of_large_values(devices: &[Device]) {
     let pattern = Pattern::from_fn("gaps", |_, i, j| !(11..29).contains(&i) && j <= i);
     let layout = pattern.layout(2, 44, 8).unwrap();
@@ -276,7 +276,7 @@ pub fn softmax_of_large_values(devices: &[Device]) {
     }
 }
 
-/// Masked pairs stay 0 and get no gradient, also where the function or its derivative is not finite at 0.
+/// Masked pairs stay 0 and get no gradient, even if the function or its derivative is not finite at 0.
 pub fn functions_leave_masked_pairs_alone(devices: &[Device]) {
     let layout = Pattern::local(5).layout(2, 21, 8).unwrap();
     let setup = Setup::new("map", &layout, [2, 2, 1], 4);
@@ -296,7 +296,7 @@ pub fn functions_leave_masked_pairs_alone(devices: &[Device]) {
     }
 }
 
-/// The same input gives the same bits, forward and backward, with and without gradient checkpointing.
+/// Equal inputs give equal bits, forward and backward, with and without gradient checkpointing.
 pub fn operators_are_deterministic(devices: &[Device]) {
     let mut cases = cases().into_iter();
     let case = cases.find(|case| case.name == "grouped heads of several patterns");

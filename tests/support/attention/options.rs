@@ -1,4 +1,4 @@
-//! What a call may ask for besides attention itself, against f64: every output and every gradient.
+//! Options of a call, against f64: every output and every gradient.
 
 use burn_blocksparse::internal::runs_kernels;
 
@@ -7,13 +7,13 @@ use crate::prelude::*;
 
 const MODES: [WeightsMode; 2] = [WeightsMode::Recompute, WeightsMode::Store];
 
-/// Which cases a check runs on.
+/// Cases of a check.
 #[derive(Clone, Copy)]
 enum Cases {
     All,
-    /// All where kernels run, and a third where Burn's operations do, which take long.
+    /// All on devices with kernels, and a third where Burn's operations run, which take long.
     AllOfKernels,
-    /// A third of them, for what is composed of things that are checked on all.
+    /// A third, for combinations of options that are checked on all cases.
     Third,
 }
 
@@ -26,8 +26,8 @@ impl Cases {
         }
     }
 
-    /// Whether a device beside others has a case, too: of all two sevenths, each of which meets every variant, since CPU backends run the same operations of
-    /// Burn's.
+    /// Returns whether a further device also runs a case. CPU backends run the same operations of Burn, so of all cases these are two sevenths, each
+    /// of which meets every variant.
     fn has_beside(self, index: usize) -> bool {
         match self {
             Cases::All | Cases::AllOfKernels => index % 7 < 2,
@@ -43,7 +43,7 @@ impl Cases {
     }
 }
 
-/// The cases in both modes, with what `change` makes of their problems.
+/// Checks cases in both modes, with problems modified by `change`.
 fn check_cases(
     devices: &[Device],
     name: &str,
@@ -70,7 +70,7 @@ fn check_cases(
     assert_ran(name, ran);
 }
 
-/// The gradient through lse, with the output's.
+/// The gradient through lse, together with the output's.
 pub fn lse_gradients_equal_f64(devices: &[Device]) {
     check_cases(devices, "loss of lse", Cases::All, |_, problem| problem);
 }
@@ -94,7 +94,7 @@ pub fn sinks_equal_f64(devices: &[Device]) {
     });
 }
 
-/// Out, lse and weights of a call.
+/// Returns out, lse and weights of a call.
 pub fn with_weights(
     problem: &Problem,
     layout: &BlockLayout,
@@ -111,7 +111,7 @@ pub fn with_weights(
     results
 }
 
-/// The weights of calls with all options: after biases, before dropout, and with sinks less than 1 in all.
+/// Weights of calls with all options: after biases, before dropout; with sinks they sum to less than 1.
 pub fn weights_with_options_equal_f64(devices: &[Device]) {
     for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
         let problem = everything(*index, case.problem(5200 + *index as u64));
@@ -124,7 +124,7 @@ pub fn weights_with_options_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Batch entries that keep unequally many blocks, the last of them ragged.
+/// Batch entries that keep different numbers of blocks, the last of them ragged.
 pub fn weights_with_sinks_per_batch(devices: &[Device]) {
     let sizes = Sizes::new([2, 4, 2], [37, 37], [8, 8]);
     let (layout, problem) = per_batch(&[Pattern::local(9), Pattern::causal()], sizes, 8, 31);
@@ -143,7 +143,7 @@ pub fn alibi_equals_f64(devices: &[Device]) {
     });
 }
 
-/// Slopes that are steep, flat, and one that rewards distance.
+/// Adds ALiBi slopes that are steep, flat, and one that rewards distance.
 pub fn with_alibi(problem: Problem) -> Problem {
     let slopes = (0..problem.sizes.heads).map(|head| 0.3 - 0.17 * head as f64);
     let slopes = slopes.collect();
@@ -151,7 +151,7 @@ pub fn with_alibi(problem: Problem) -> Problem {
 }
 
 pub fn dropout_equals_f64(devices: &[Device]) {
-    // Of the last hardly one in 65,536 pairs is dropped, and the factor is not 1.
+    // With the last one hardly any of 65,536 pairs is dropped, and the factor is not 1.
     let probabilities = [0.3, 0.75, 1e-7];
     check_cases(devices, "dropout", Cases::All, |index, problem| {
         let probability = probabilities[index % probabilities.len()];
@@ -159,7 +159,7 @@ pub fn dropout_equals_f64(devices: &[Device]) {
     });
 }
 
-/// What shares a bias: batch entries, heads, queries.
+/// Sharing of a bias among batch entries, heads and queries.
 pub const SHARED: [[bool; 3]; 6] = [
     [false, false, false],
     [false, true, true],
@@ -169,8 +169,8 @@ pub const SHARED: [[bool; 3]; 6] = [
     [false, false, true],
 ];
 
-/// All cases, in each mode and dtype. Where kernels are compiled when they are first run, which is what takes the time, a case has one of the
-/// four: each of what shares a bias meets all of them.
+/// All cases, in each mode and dtype. On devices that compile kernels at run time, which takes most of the time, a case has one of the four
+/// combinations; every kind of sharing meets all of them.
 pub fn bias_equals_f64(devices: &[Device]) {
     let mut ran = 0;
     for (index, case) in table() {
@@ -195,7 +195,7 @@ pub fn bias_equals_f64(devices: &[Device]) {
     assert_ran("bias", ran);
 }
 
-/// Reaches of nothing, of some distances, and of more than there are.
+/// Reaches of 0, of some distances, and beyond the sequence.
 pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
 
 pub fn relative_bias_equals_f64(devices: &[Device]) {
@@ -203,13 +203,13 @@ pub fn relative_bias_equals_f64(devices: &[Device]) {
     check_cases(devices, name, Cases::AllOfKernels, with_distances);
 }
 
-/// The problem with biases of distances, of another kind in each case.
+/// Adds a relative bias, of another kind in each case.
 pub fn with_distances(index: usize, problem: Problem) -> Problem {
     let reach = REACHES[index % REACHES.len()];
     problem.with_relative(9, reach, index.is_multiple_of(2))
 }
 
-/// All options at once.
+/// Adds all options.
 pub fn everything(index: usize, problem: Problem) -> Problem {
     let slopes = (1..=problem.sizes.heads).map(|head| 0.1 * head as f64);
     let slopes = slopes.collect();
@@ -222,13 +222,13 @@ pub fn everything(index: usize, problem: Problem) -> Problem {
         .with_relative(8, reach, index.is_multiple_of(2))
 }
 
-/// Each option sees what the others leave.
+/// Each option acts on the result of the others.
 pub fn options_work_together(devices: &[Device]) {
     check_cases(devices, "all options", Cases::Third, everything);
 }
 
-/// The cases that `has` leaves in half precision, with what `change` makes of their problems. The gradient of a sink is a sum over all
-/// rows of differences of rounded numbers.
+/// Checks the cases that `has` selects in half precision, with problems modified by `change`. The gradient of a sink is a sum over all rows of
+/// differences of rounded elements.
 fn check_half(
     devices: &[Device],
     name: &str,
@@ -250,7 +250,7 @@ fn check_half(
     assert_ran(name, ran);
 }
 
-/// All widths that tensor cores with wide tiles take are among these.
+/// Returns whether tensor cores with wide tiles support the width; all such widths are among the cases.
 fn is_wide(case: &Case) -> bool {
     case.head_dim >= 64
 }
@@ -260,13 +260,13 @@ pub fn options_in_half_precision(devices: &[Device]) {
     check_half(devices, "all options", has, everything);
 }
 
-/// Alone: other kernels than with all options.
+/// A relative bias alone runs other kernels than with all options.
 pub fn relative_bias_in_half_precision(devices: &[Device]) {
     let has = |index, case: &Case| index % 3 == 2 || is_wide(case);
     check_half(devices, "biases of distances", has, with_distances);
 }
 
-/// The same bits twice, also where batch entries, heads or queries share a bias. Sinks are left out: they are Burn's own sums.
+/// Two runs give equal bits, also if batch entries, heads or queries share a bias. Sinks are excluded: Burn sums them.
 pub fn options_give_the_same_bits(devices: &[Device]) {
     for (index, shared) in [(14, SHARED[3]), (29, SHARED[5]), (37, SHARED[4])] {
         let case = &cases()[index];
@@ -283,7 +283,7 @@ pub fn options_give_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// A seed is a mask, in every bit of the output; probability 0 is no dropout.
+/// A seed determines the mask, in every bit of the output; probability 0 is no dropout.
 pub fn dropout_follows_its_seed(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 64, 16).unwrap();
     for device in devices {

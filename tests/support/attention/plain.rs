@@ -1,4 +1,4 @@
-//! The op against f64 over the whole table: output, lse, weights and gradients.
+//! The op against f64 on the whole table: output, lse, weights and gradients.
 
 use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
@@ -48,7 +48,7 @@ pub fn lse_and_weights_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Half precision may err twice as much as the same math done densely in that dtype.
+/// Half-precision errors are at most twice those of dense attention in that dtype.
 pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
     for (index, case) in table() {
         for (device, dtype) in halves(devices) {
@@ -58,7 +58,7 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
             let layout = case.layout();
             let device = device.clone().autodiff();
             let ours = run(&problem, &layout, &device, dtype);
-            // Grouped heads have no counterpart in the fallback.
+            // Burn's fallback does not support grouped heads.
             let dense = (case.heads == case.kv_heads)
                 .then(|| run_dense(&case, &problem, &layout, &device, dtype));
             assert_as_good_as_dense(&what, &problem, ours, dense, dtype, false);
@@ -66,8 +66,8 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
     }
 }
 
-/// Half precision may err twice as much as dense math, and by one rounding of the result, which is unavoidable; `of_terms` where an error is relative to
-/// the terms, too, that results are differences of.
+/// Panics if half-precision errors exceed twice those of dense attention plus one rounding of the result. With `of_terms`, errors are also relative
+/// to the terms whose differences the results are.
 pub fn assert_as_good_as_dense(
     what: &str,
     problem: &Problem,
@@ -93,7 +93,7 @@ pub fn assert_as_good_as_dense(
     }
 }
 
-/// What is masked, `[batch | 1, heads, seq_q, seq_kv]`.
+/// Returns the masked pairs, `[batch | 1, heads, seq_q, seq_kv]`.
 fn mask(layout: &BlockLayout, device: &Device) -> Tensor<4, Bool> {
     let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
     let batch = layout.batch().unwrap_or(1);
@@ -107,7 +107,7 @@ fn mask(layout: &BlockLayout, device: &Device) -> Tensor<4, Bool> {
     bools(&masked, [batch, heads, seq_q, seq_kv], device)
 }
 
-/// Output and gradients of Burn's own attention, in dense operations.
+/// Returns output and gradients of Burn's own attention, in dense operations.
 pub fn run_dense(
     case: &Case,
     problem: &Problem,
@@ -124,7 +124,7 @@ pub fn run_dense(
         softcap: case.softcap,
         is_causal: false,
     };
-    // It knows no grouped heads.
+    // Burn's attention does not support grouped heads.
     let repeated = |x: &Tensor<4>| {
         let [batch, kv_heads, seq, dim] = x.dims();
         let group = heads / kv_heads;
@@ -138,7 +138,7 @@ pub fn run_dense(
     with_gradients(out, grad_out, [q, k, v])
 }
 
-/// Permuted, sliced and expanded tensors are read as what they mean.
+/// Permuted, sliced and expanded tensors give the same results.
 pub fn strides_do_not_matter(devices: &[Device]) {
     let case = &cases()[14];
     let (problem, layout) = (case.problem(5), case.layout());
@@ -146,9 +146,9 @@ pub fn strides_do_not_matter(devices: &[Device]) {
         let [q, k, v, _] = inputs(&problem, device, DType::F32);
         let expected = attend([&q, &k, &v], &layout, &case.options());
         let expected = to_f64(expected.into_data());
-        // [batch, seq, heads, dim] seen as [batch, heads, seq, dim], as projections give it.
+        // [batch, seq, heads, dim] viewed as [batch, heads, seq, dim], the layout of projections.
         let permuted = |x: &Tensor<4>| stored_swapped(x, 1, 2);
-        // A part of a larger tensor.
+        // A slice of a larger tensor.
         let sliced = |x: &Tensor<4>| {
             let [batch, heads, seq, dim] = x.dims();
             Tensor::cat(vec![x.clone(), x.clone() * 7.0], 3).slice([
@@ -163,7 +163,7 @@ pub fn strides_do_not_matter(devices: &[Device]) {
             let out = attend([&q, &k, &v], &layout, &case.options());
             assert_close("strided inputs", out.into_data(), &expected, 1e-6);
         }
-        // One head's keys for all heads, without a copy.
+        // One head's keys expanded to all heads, without a copy.
         let [batch, heads, seq, dim] = k.dims();
         let first = |x: &Tensor<4>| {
             let head = x.clone().slice([0..batch, 0..1, 0..seq, 0..dim]);
@@ -178,7 +178,7 @@ pub fn strides_do_not_matter(devices: &[Device]) {
 }
 
 pub fn same_input_same_bits(devices: &[Device]) {
-    // One of width 8, others as wide as tensor cores take them.
+    // One of width 8, others of widths that tensor cores support.
     let names = [
         "fixed, column groups per head",
         "merged strided, head dim 64",
@@ -206,7 +206,7 @@ pub fn same_input_same_bits(devices: &[Device]) {
     }
 }
 
-/// Every batch entry with a layout of its own.
+/// A layout per batch entry.
 pub fn per_batch_layouts(devices: &[Device]) {
     let patterns = [Pattern::local(9), Pattern::fixed(16, 4), Pattern::dense()];
     let problem = |seq: usize, block_size: usize, dim: usize| {
@@ -235,7 +235,7 @@ pub fn per_batch_layouts(devices: &[Device]) {
     }
 }
 
-/// Products are of tf32 only where that is asked for, and then not coarser than that.
+/// Products are tf32 only on request, and then no coarser than tf32.
 pub fn tf32_only_where_asked_for(devices: &[Device]) {
     let sizes = Sizes::new([2, 4, 2], [150, 150], [64, 64]);
     let pattern = Pattern::fixed(16, 4);
@@ -263,7 +263,7 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
     }
 }
 
-/// Products are of E4M3 only where that is asked for and the plan says so. Of numbers that E4M3 has only the weights are rounded then.
+/// Products are E4M3 only on request and if the plan says so. Inputs are exact in E4M3, so only the weights are rounded.
 pub fn fp8_only_where_asked_for(devices: &[Device]) {
     for (widths, block_size, seed) in [([64, 64], 128, 1), ([128, 128], 64, 2), ([80, 48], 64, 3)] {
         let sizes = Sizes::new([1, 4, 2], [300, 300], widths);
@@ -309,8 +309,8 @@ pub fn fp8_only_where_asked_for(devices: &[Device]) {
     }
 }
 
-/// Rounds a `[batch, heads, seq, dim]` tensor to E4M3 with a scale of two's power for each 64 rows of a head, times what `factor` says of these, and has the
-/// largest number in each of them.
+/// Rounds a `[batch, heads, seq, dim]` tensor to E4M3 with a power-of-two scale for each 64 rows of a head, multiplied by `factor` of these rows.
+/// Each such block contains the largest element.
 fn round_to_e4m3(values: &mut [f64], [.., seq, dim]: [usize; 4], factor: impl Fn(usize) -> f64) {
     let e4m3 = Quantization::Fp8E4m3;
     for head in values.chunks_mut(seq * dim) {
@@ -326,8 +326,7 @@ fn round_to_e4m3(values: &mut [f64], [.., seq, dim]: [usize; 4], factor: impl Fn
     }
 }
 
-/// Two disjoint parts merged by lse are the attention over their union, in its gradients, too; rows may have keys in one part
-/// or in none.
+/// Two disjoint parts merged by lse equal attention over their union, including gradients; rows may have keys in one part or in none.
 pub fn lse_merges_disjoint_parts(devices: &[Device]) {
     let near = Pattern::local(16);
     let far = Pattern::intersection([
@@ -368,8 +367,8 @@ pub fn lse_merges_disjoint_parts(devices: &[Device]) {
     }
 }
 
-/// Inputs, outputs and gradients of more than 2³¹ elements: the last rows of the last head are what a short sequence
-/// gives. Needs 80 GB of device memory.
+/// Inputs, outputs and gradients of more than 2³¹ elements: the last rows of the last head equal those of a short sequence. Needs 80 GB of device
+/// memory.
 pub fn more_than_2_31_elements(devices: &[Device]) {
     let (heads, seq, dim) = (8, (1 << 22) + (1 << 15), 64);
     assert!(heads * seq * dim > 1 << 31);

@@ -1,11 +1,11 @@
-//! Calls of attention on a device: the tensors of a problem, its outputs and its gradients by name.
+//! Calls of attention on a device: a problem's tensors, and outputs and gradients by name.
 
 use crate::prelude::*;
 
-/// What a call gives, by name.
+/// Results of a call, by name.
 pub type Results = Vec<(&'static str, TensorData)>;
 
-/// q, k, v and the gradient of out.
+/// Returns q, k, v and the gradient with respect to out.
 pub fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4] {
     let sizes = problem.sizes;
     [
@@ -16,7 +16,7 @@ pub fn inputs(problem: &Problem, device: &Device, dtype: DType) -> [Tensor<4>; 4
     ]
 }
 
-/// A problem's tensors besides q, k and v.
+/// Returns a problem's tensors besides q, k and v.
 pub fn tensors(problem: &Problem, device: &Device, dtype: DType) -> AttentionTensors {
     let (sinks, bias) = (problem.sinks.as_ref(), problem.bias.as_ref());
     let table = problem.relative.as_ref();
@@ -51,7 +51,7 @@ pub fn attend<'a>(
     call_of(qkv, layout, options).run().unwrap().out
 }
 
-/// Out and lse.
+/// Returns out and lse.
 pub fn attend_with_lse<'a>(
     qkv: [&Tensor<4>; 3],
     layout: impl Into<Layout<'a>>,
@@ -60,12 +60,12 @@ pub fn attend_with_lse<'a>(
     call_of(qkv, layout, options).run_with_lse().unwrap()
 }
 
-/// Out and lse by name.
+/// Returns out and lse by name.
 pub fn outputs((out, lse): (Tensor<4>, Tensor<3>)) -> Results {
     vec![("out", out.into_data()), ("lse", lse.into_data())]
 }
 
-/// What the plan of a call says.
+/// Returns the text of a call's plan.
 pub fn plan_of<'a>(
     qkv: [&Tensor<4>; 3],
     layout: impl Into<Layout<'a>>,
@@ -75,14 +75,14 @@ pub fn plan_of<'a>(
     plan.unwrap().to_string()
 }
 
-/// Out, and the gradients of `sum(out · grad_out)` by q, k and v.
+/// Returns out, and the gradients of `sum(out · grad_out)` with respect to q, k and v.
 pub fn with_gradients(out: Tensor<4>, grad_out: Tensor<4>, leaves: [Tensor<4>; 3]) -> Results {
     let grads = (out.clone() * grad_out).sum().backward();
     let [dq, dk, dv] = leaves.map(|x| x.grad(&grads).unwrap().into_data());
     vec![("out", out.into_data()), ("dq", dq), ("dk", dk), ("dv", dv)]
 }
 
-/// The loss of a problem, `sum(out · grad_out) + sum(lse · grad_lse)`; the first is left out without a `grad_out`.
+/// Returns the loss of a problem, `sum(out · grad_out) + sum(lse · grad_lse)`; without `grad_out` the first term is omitted.
 pub fn loss_of(
     problem: &Problem,
     (out, grad_out): (&Tensor<4>, Option<Tensor<4>>),
@@ -96,7 +96,7 @@ pub fn loss_of(
     }
 }
 
-/// Outputs, and the gradients by q, k, v and what there is besides.
+/// Returns outputs, and the gradients with respect to q, k, v and the further tensors.
 pub fn by_name(
     made: (Tensor<4>, Tensor<3>),
     qkv: [Tensor<4>; 3],
@@ -114,7 +114,7 @@ pub fn by_name(
     results
 }
 
-/// Out, lse and the gradients of a problem's loss by q, k and v.
+/// Returns out, lse and the gradients of a problem's loss with respect to q, k and v.
 pub fn differentiated(
     problem: &Problem,
     device: &Device,
@@ -128,7 +128,7 @@ pub fn differentiated(
     by_name((out, lse), [q, k, v], &AttentionTensors::default(), &grads)
 }
 
-/// Output and gradients by q, k, v.
+/// Returns the output and the gradients with respect to q, k and v.
 pub fn run<'a>(
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
@@ -138,7 +138,7 @@ pub fn run<'a>(
     run_with(problem, layout, problem.asked(), device, dtype)
 }
 
-/// The same with other options than those of the problem.
+/// Like [`run`], with other options than the problem's.
 pub fn run_with<'a>(
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
@@ -152,7 +152,7 @@ pub fn run_with<'a>(
     with_gradients(out, grad_out, [q, k, v])
 }
 
-/// Panics if a row of out or of the gradients of a problem, with inputs that a dtype has, errs by more than roundings make of it.
+/// Rounds a problem to a dtype, and panics if the error of a row of out or of a gradient exceeds the bound of its roundings.
 pub fn check_rows<'a>(
     what: &str,
     problem: &mut Problem,
@@ -166,7 +166,7 @@ pub fn check_rows<'a>(
     problem.solve().assert(&what, got, &[Near::Rows(dtype)]);
 }
 
-/// A call whose loss is `sum(out · grad_out) + sum(lse · grad_lse)`.
+/// A call with loss `sum(out · grad_out) + sum(lse · grad_lse)`.
 pub struct Call<'a, L = BlockLayout> {
     pub what: String,
     pub problem: &'a Problem,
@@ -190,12 +190,12 @@ where
         }
     }
 
-    /// What is stored for the backward pass.
+    /// Sets what is stored for the backward pass.
     pub fn weights(self, mode: WeightsMode) -> Self {
         Self { mode, ..self }
     }
 
-    /// The call over another layout.
+    /// Replaces the layout.
     pub fn over<M>(self, layout: M) -> Call<'a, M> {
         Call {
             what: self.what,
@@ -206,7 +206,7 @@ where
         }
     }
 
-    /// Compares everything on a device without autodiff.
+    /// Compares everything in the exact dtypes of a device.
     pub fn check(&self, device: &Device) {
         for (dtype, tolerance) in exact_dtypes(device) {
             self.check_dtype(device, dtype, tolerance);
@@ -217,7 +217,7 @@ where
         let answer = self.problem.solve();
         for (name, got) in self.run(device, dtype) {
             let expected = answer.result(name);
-            // The gradients of a row sum to 0.
+            // The gradients of a row sum to 0, so the error is relative to its terms.
             let terms = match name {
                 "drelative" => expected.terms,
                 _ => 0.0,
@@ -228,7 +228,7 @@ where
         }
     }
 
-    /// Every output and every gradient, by name.
+    /// Returns every output and every gradient, by name.
     pub fn run(&self, device: &Device, dtype: DType) -> Results {
         let (problem, device) = (self.problem, &device.clone().autodiff());
         let [q, k, v, grad_out] = inputs(problem, device, dtype);
@@ -243,18 +243,18 @@ where
     }
 }
 
-/// What results in half precision may err by where inputs are of size 1: some roundings of the largest value.
+/// Returns the tolerance of half-precision results for inputs of size 1: some roundings of the largest value.
 pub fn half_tolerance(dtype: DType) -> f64 {
     if dtype == DType::F16 { 1e-2 } else { 8e-2 }
 }
 
-/// The half-precision dtypes of a device, each with [`half_tolerance`].
+/// Returns the half-precision dtypes of a device, each with [`half_tolerance`].
 pub fn half_bounds(device: &Device) -> Vec<(DType, f64)> {
     let dtypes = half_dtypes(device).into_iter();
     dtypes.map(|dtype| (dtype, half_tolerance(dtype))).collect()
 }
 
-/// Whether a layout on the host has a pair, by batch entry, head, query and key.
+/// Returns a predicate of a host layout's pairs, by batch entry, head, query and key.
 pub fn pairs_of(layout: &BlockLayout) -> impl Fn(usize, usize, usize, usize) -> bool + use<> {
     let (entries, heads) = (layout.batch().unwrap_or(1), layout.heads());
     let all = (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head)));
@@ -262,7 +262,7 @@ pub fn pairs_of(layout: &BlockLayout) -> impl Fn(usize, usize, usize, usize) -> 
     move |batch, head, i, j| dense[batch.min(entries - 1) * heads + head][i][j]
 }
 
-/// Panics if results are further apart than that, relative to the largest one.
+/// Panics if a difference of results exceeds `tolerance`, relative to the largest one.
 pub fn assert_alike<A>(what: &str, got: A, expected: A, tolerance: f64)
 where
     A: IntoIterator<Item = (&'static str, TensorData)>,
@@ -273,7 +273,7 @@ where
     }
 }
 
-/// Panics if results have not the same bits.
+/// Panics if results differ in bits.
 pub fn assert_same_bits<A: AsRef<[(&'static str, TensorData)]>>(what: &str, a: A, b: A) {
     let (a, b) = (a.as_ref(), b.as_ref());
     assert_eq!(a.len(), b.len(), "{what}");

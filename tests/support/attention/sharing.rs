@@ -1,4 +1,5 @@
-//! Layouts among threads: what a layout keeps (lists, launch plans, tables on a device) is made at its first use, whoever comes first.
+//! Layouts shared among threads: cached data of a layout (lists, launch plans, tables on a device) is made at first use, by whichever thread comes
+//! first.
 
 use std::sync::Barrier;
 use std::thread;
@@ -10,7 +11,7 @@ use crate::prelude::*;
 
 const THREADS: usize = 2;
 
-/// Cases that use what a layout keeps: masks, columns, residue classes, tiles of like rows.
+/// Returns cases that use the cached data: masks, columns, residue classes, tiles of similar rows.
 fn chosen() -> Vec<(Case, Problem)> {
     let names = [
         "merged strided, head dim 64",
@@ -25,7 +26,7 @@ fn chosen() -> Vec<(Case, Problem)> {
     chosen
 }
 
-/// Output and gradients, of tensors that belong to the thread that calls.
+/// Returns output and gradients, of tensors that belong to the calling thread.
 fn call<'a>(
     options: AttentionOptions,
     data: &[TensorData; 4],
@@ -50,7 +51,7 @@ fn data_of(problem: &Problem) -> [TensorData; 4] {
     .map(|(values, shape)| TensorData::new(values.clone(), shape))
 }
 
-/// What each thread gets from a call that all begin at once.
+/// Returns each thread's result of a call that all start at once.
 fn at_once<T: Send>(run: impl Fn() -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(THREADS);
     thread::scope(|scope| {
@@ -73,7 +74,7 @@ fn assert_equal(what: &str, results: &[Results]) {
     }
 }
 
-/// Threads that use a new layout on one device at once get the same bits as each other and as one that comes later, and the right ones.
+/// Threads that use a new layout on one device at once get equal bits, equal to those of a later call, and correct results.
 fn check_shared<L: Sync>(
     what: &str,
     (problem, rounds): (&Problem, usize),
@@ -84,7 +85,7 @@ fn check_shared<L: Sync>(
 {
     let (answer, data, options) = (problem.solve(), data_of(problem), problem.asked());
     for device in devices {
-        // Each layout is new; who is first changes.
+        // Each layout is new, so that another thread may come first.
         for round in 0..rounds {
             let layout = layout(device);
             let run = || call(options.clone(), &data, &layout, (device, DType::F32));
@@ -103,7 +104,7 @@ pub fn threads_share_a_new_layout(devices: &[Device]) {
     }
 }
 
-/// Likewise of a layout that is made on the device, by a thread that then only waits.
+/// Like [`check_shared`], for a layout made on the device by a thread that then only waits.
 pub fn threads_share_a_new_device_layout(devices: &[Device]) {
     let case = read(["made on the device", "500 500 32", "dim 64, patterns 1 1"]);
     let [.., rows, columns] = case.dims();
@@ -116,7 +117,7 @@ pub fn threads_share_a_new_device_layout(devices: &[Device]) {
     });
 }
 
-/// A layout serves a device again whose last tensor is gone, as is the thread that used both first.
+/// A layout can be used again on a device after the last tensor there and the thread that first used both are gone.
 pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
     for (case, problem) in chosen() {
         let data = data_of(&problem);
@@ -131,7 +132,7 @@ pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
             });
             let first = thread.join().unwrap();
             device.sync().unwrap();
-            // Memory that was freed is taken by others.
+            // Other tensors reuse the freed memory.
             let others: Vec<_> = (0..8)
                 .map(|_| Tensor::<1>::full([5000], f32::MAX, device))
                 .collect();
@@ -144,10 +145,11 @@ pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
     }
 }
 
-/// A call of [`calls_at_once_give_the_same_bits`]: pattern, width of blocks and of heads, dtype.
+/// A call of [`calls_at_once_give_the_same_bits`]: pattern, block size, head width, dtype.
 type Sizes = (&'static str, usize, usize, DType);
 
-/// What a device has kernels of their own for: one mainloop that makes all gradients, one that goes from tile to tile, two mainloops, wide heads, f32.
+/// Returns calls for the different kernels of a device: one mainloop for all gradients, one that goes from tile to tile, two mainloops, wide heads,
+/// f32.
 fn calls_of(device: &Device) -> Vec<Sizes> {
     let half = half_dtypes(device).into_iter().next_back();
     let mut calls = vec![("local:100", 32, 64, DType::F32)];
@@ -162,10 +164,10 @@ fn calls_of(device: &Device) -> Vec<Sizes> {
     calls
 }
 
-/// Threads whose calls are on a device at the same time, each on a stream of its own and over and over, get the bits of a call that is alone.
+/// Calls of concurrent threads on one device, each on its own stream and repeated, give the bits of a single call.
 pub fn calls_at_once_give_the_same_bits(devices: &[Device]) {
     for device in devices {
-        // On a GPU calls have to take long enough to meet.
+        // On a GPU calls have to take long enough to overlap.
         let is_large = is_cuda(device);
         let seq = if is_large { 4096 } else { 200 };
         for (number, (pattern, block, width, dtype)) in calls_of(device).into_iter().enumerate() {
@@ -191,7 +193,7 @@ pub fn calls_at_once_give_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// What threads share.
+/// Types that threads share.
 const _: () = {
     const fn shared<T: Send + Sync>() {}
     shared::<BlockLayout>();

@@ -7,12 +7,12 @@ use crate::attention::cases::table;
 use crate::attention::options::everything;
 use crate::prelude::*;
 
-/// What a value is that shows wherever it is not skipped.
+/// A value so large that any weight of it is visible.
 const HUGE: f64 = 1e30;
-/// Keys of the longest step of any tile, and of the tallest tile.
+/// Keys of the longest step of any tile; also the height of the tallest tile.
 const TILE: usize = 128;
 
-/// Gives every query the same component, and all keys but the `near` ones one that takes `gap` from their scores.
+/// Gives every query the same component, and all keys except `near` ones a component that lowers their scores by `gap`.
 fn push_away(problem: &mut Problem, gap: f64, near: impl Fn(usize) -> bool) {
     let s = problem.sizes;
     (problem.q.chunks_mut(s.head_dim)).for_each(|query| query[0] = 2.0);
@@ -24,7 +24,7 @@ fn push_away(problem: &mut Problem, gap: f64, near: impl Fn(usize) -> bool) {
     }
 }
 
-/// Sets the values of all keys but those of tile `near`.
+/// Sets the values of all keys outside tile `near`.
 fn set_far_values(problem: &mut Problem, near: usize, value: f64) {
     let s = problem.sizes;
     let rows = problem.v.chunks_mut(s.value_dim).enumerate();
@@ -32,7 +32,7 @@ fn set_far_values(problem: &mut Problem, near: usize, value: f64) {
     far.for_each(|(_, values)| values.fill(value));
 }
 
-/// Dense attention of three tiles of keys, of which one is near.
+/// Makes a problem of dense attention over three tiles of keys, of which one is near.
 fn three_tiles(
     [heads, kv_heads, head_dim]: [usize; 3],
     near: usize,
@@ -49,8 +49,8 @@ fn dense(heads: usize) -> BlockLayout {
     Pattern::dense().layout(heads, 3 * TILE, 64).unwrap()
 }
 
-/// Far tiles have values that a weight of `exp(−40)` would show in everything, and leave no trace: results are those of values that are 0. The
-/// same bits twice.
+/// Values of far tiles are so large that a weight of `exp(−40)` would be visible everywhere, yet results equal those for values of 0. Two runs give
+/// equal bits.
 fn check_skipped<L>(
     what: &str,
     mut problem: Problem,
@@ -69,7 +69,7 @@ fn check_skipped<L>(
         let call = Call::new(what, &problem, layout(device));
         let (got, again) = (call.run(device, dtype), call.run(device, dtype));
         let what = format!("{what}, {device:?}, {dtype:?}");
-        // They are Burn's own sums.
+        // Burn sums the gradient of sinks.
         let own = |(name, _): &(&str, TensorData)| *name != "dsinks";
         let [one, two] =
             [&got, &again].map(|it| it.iter().filter(|x| own(x)).cloned().collect::<Results>());
@@ -79,21 +79,21 @@ fn check_skipped<L>(
     }
 }
 
-/// Devices whose kernels skip.
+/// Returns the devices with kernels, which skip tiles.
 fn kernels(devices: &[Device]) -> Vec<Device> {
     let skipping = devices.iter().filter(|device| runs_kernels(device));
     skipping.cloned().collect()
 }
 
 pub fn far_tiles_are_skipped(devices: &[Device]) {
-    // Tensor cores with wide tiles do not take heads of 32.
+    // Tensor cores with wide tiles do not support heads of width 32.
     for head_dim in [64, 32] {
         let problem = three_tiles([2, 1, head_dim], 0, 40.0, 1).with_grad_lse(1);
         check_skipped("far tiles", problem, 0, |_| dense(2), &kernels(devices));
     }
 }
 
-/// In wider heads, with options whose gradients are made in the same kernels.
+/// In wider heads, with options whose gradients are computed in the same kernels.
 pub fn far_tiles_are_skipped_with_options(devices: &[Device]) {
     let problem = three_tiles([2, 2, 128], 0, 40.0, 2)
         .with_sinks(2)
@@ -103,7 +103,7 @@ pub fn far_tiles_are_skipped_with_options(devices: &[Device]) {
     check_skipped(what, problem, 0, |_| dense(2), &kernels(devices));
 }
 
-/// Layouts that are made on the device have loops of their own on tensor cores. Their full blocks come last ones first.
+/// Layouts made on the device have their own loops on tensor cores. Their full blocks come in reverse order.
 pub fn far_tiles_are_skipped_on_device(devices: &[Device]) {
     let problem = three_tiles([2, 2, 64], 2, 40.0, 3);
     let layout = |device: &Device| {
@@ -116,7 +116,7 @@ pub fn far_tiles_are_skipped_on_device(devices: &[Device]) {
     check_skipped(what, problem, 2, layout, &kernels(devices));
 }
 
-/// The forward pass of heads that are wider than 128, whose sums fill the registers.
+/// The forward pass of heads wider than 128, whose accumulators fill the registers.
 pub fn far_tiles_are_skipped_in_wide_heads(devices: &[Device]) {
     let mut problem = three_tiles([1, 1, 256], 0, 40.0, 4);
     problem.threshold = Some(12.0);
@@ -132,7 +132,7 @@ pub fn far_tiles_are_skipped_in_wide_heads(devices: &[Device]) {
     }
 }
 
-/// Every pattern, most keys being far, with all options: what is skipped is less than what rounding does.
+/// Every pattern with mostly far keys and all options: the skipped weight is below the rounding errors.
 pub fn thresholds_equal_f64(devices: &[Device]) {
     let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, _)| index % 3 == 1) {
@@ -155,7 +155,7 @@ pub fn thresholds_equal_f64(devices: &[Device]) {
     assert_ran("thresholds", ran);
 }
 
-/// What is skipped is missing, and is no more than the option says.
+/// Skipped weights are missing, and are no more than the option says.
 pub fn skipped_weights_are_bounded(devices: &[Device]) {
     let mut problem = three_tiles([2, 1, 64], 0, 11.0, 5);
     // Scores of about 0 and −11, and values that do not cancel out.
@@ -177,7 +177,7 @@ pub fn skipped_weights_are_bounded(devices: &[Device]) {
     }
 }
 
-/// Other keys and values behind a tile of queries change no bit of it.
+/// Other keys and values after a tile of queries change no bit of its results.
 pub fn thresholds_see_no_later_tile(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 3 * TILE, 64).unwrap();
     for device in kernels(devices) {

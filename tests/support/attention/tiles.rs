@@ -1,20 +1,20 @@
-//! What kernels do at certain shapes only: cubes that share a tile of keys or the steps of a long tile, and values that are narrower than keys.
+//! Kernel paths for certain shapes only: cubes that split a tile of keys or the steps of a long tile, and values narrower than keys.
 
 use burn_blocksparse::layout::BlockMask;
 
 use crate::prelude::*;
 
-/// A call of which out and gradients are compared.
+/// A call whose out and gradients are compared.
 struct Tiles {
     name: &'static str,
     layout: BlockLayout,
     problem: Problem,
-    /// What a plan says if it is one of the `hopper` tier.
+    /// Text in the plan if it is of the `hopper` tier.
     says: &'static str,
 }
 
 impl Tiles {
-    /// Over a pattern, in blocks of 16.
+    /// Makes a call over a pattern, in blocks of 16.
     fn of(name: &'static str, pattern: Pattern, sizes: Sizes, says: &'static str) -> Self {
         let layout = pattern.layout(sizes.heads, sizes.seq_q, 16).unwrap();
         let attends = move |_, head, i, j| pattern.attends(head, i as i64, j as i64);
@@ -31,7 +31,7 @@ impl Tiles {
         self
     }
 
-    /// Compares on all devices, in half precision or else in f32, and once more for the same bits.
+    /// Compares on all devices, in half precision or else in f32; two runs give equal bits.
     fn check(mut self, devices: &[Device]) {
         for device in devices {
             let dtype = half_or_f32(device);
@@ -53,12 +53,12 @@ impl Tiles {
 
 const SHARED: &str = "the queries of a tile shared by";
 
-/// Eight heads of queries to one of keys.
+/// Returns sizes with eight query heads on one KV head.
 fn grouped(seq_q: usize, seq_kv: usize, [head_dim, value_dim]: [usize; 2]) -> Sizes {
     Sizes::new([1, 8, 1], [seq_q, seq_kv], [head_dim, value_dim])
 }
 
-/// Few keys and many queries, as those of compressed blocks: cubes share the query heads of a tile, and their sums are added up.
+/// Few keys and many queries, like compressed blocks: cubes split the query heads of a tile, and their sums are added.
 pub fn shared_tiles_equal_f64(devices: &[Device]) {
     let sizes = Sizes {
         heads: 4,
@@ -82,8 +82,8 @@ pub fn shared_tiles_equal_f64(devices: &[Device]) {
     call.check(devices);
 }
 
-/// The same in two parts by residue class, of which the second adds to the gradients of the first; and with dropout, whose factor is that
-/// of each share.
+/// Like [`shared_tiles_equal_f64`], in two parts by residue class, of which the second adds to the gradients of the first; and with dropout, whose
+/// factor applies to each cube's part.
 pub fn shared_tiles_of_other_kinds(devices: &[Device]) {
     let sizes = grouped(256, 256, [128; 2]);
     Tiles::of("strided", Pattern::strided(16), sizes, SHARED).check(devices);
@@ -94,8 +94,8 @@ pub fn shared_tiles_of_other_kinds(devices: &[Device]) {
 
 const LONG: &str = "the longest tile of a head shared by";
 
-/// Keys that all queries see beside near ones, as the first block of native sparse attention: cubes share the steps of their tile, in the
-/// loops over columns and, where they are also queries that see all keys, over rows.
+/// Keys that all queries see, besides near ones, like the first block of native sparse attention: cubes split the steps of their tile, in the loops
+/// over columns and, if such tokens also see all keys, over rows.
 pub fn long_tiles_equal_f64(devices: &[Device]) {
     let sizes = Sizes {
         heads: 4,
@@ -106,18 +106,18 @@ pub fn long_tiles_equal_f64(devices: &[Device]) {
     let layout = seen.layout(4, 637, 64).unwrap();
     let call = Tiles::of("a first block", seen, sizes, LONG);
     Tiles { layout, ..call }.with_dropout().check(devices);
-    // One kernel for rows, another one for columns of wide heads.
+    // One kernel for rows, and another one for columns of wide heads.
     let sizes = grouped(500, 500, [192, 128]);
     let global = Pattern::union([Pattern::local(16), Pattern::global(0..16)]);
     Tiles::of("global tokens", global, sizes, LONG).check(devices);
 }
 
-/// Values that are narrower than keys.
+/// Values narrower than keys.
 pub fn narrower_values_equal_f64(devices: &[Device]) {
     let says = "dQ       hopper";
     let sizes = grouped(300, 300, [192, 128]);
     Tiles::of("192 and 128 wide", Pattern::causal(), sizes, says).check(devices);
-    // In two parts, the second of which begins with what the first left, and has tiles that cubes share.
+    // In two parts: the second accumulates onto the first, and has tiles that cubes split.
     let sizes = grouped(512, 512, [128, 72]);
     let strided = Pattern::merged_strided(2);
     Tiles::of("128 and 72 wide", strided, sizes, "the steps of").check(devices);

@@ -1,15 +1,15 @@
-//! Heads of every width that tensor cores take, and sizes that do not fit where smaller ones do: strides, batch entries, heads.
+//! Heads of every width that tensor cores support, and sizes beyond limits of indices: strides, batch entries, heads.
 
 use burn_blocksparse::ProductPrecision;
 
 use crate::attention::cases::{Case, per_batch};
 use crate::prelude::*;
 
-/// Pieces of 16 bytes in half precision.
+/// 16 bytes in half precision.
 const STEP: usize = 8;
 const WIDEST: usize = 256;
 
-/// A case of heads so wide, of one of four kinds of mainloops.
+/// Makes a case of these widths, for one of four kinds of mainloops.
 fn case(head_dim: usize, value_dim: usize) -> Case {
     let (name, pattern, block_size) = match head_dim / STEP % 4 {
         0 => ("causal", Pattern::causal(), 32),
@@ -27,8 +27,8 @@ fn case(head_dim: usize, value_dim: usize) -> Case {
     }
 }
 
-/// Out and gradients of heads that are 8, 16, 24, … 256 wide, keys and values alike and not, in half precision or else in f32. Devices without
-/// tensor cores have no kernel that depends on more than whether the width is a multiple of 4: of them some widths will do.
+/// Out and gradients of heads of width 8, 16, 24, … 256, with equal and different widths of keys and values, in half precision or else in f32.
+/// Kernels without tensor cores depend only on whether the width is a multiple of 4, so some widths suffice for them.
 pub fn every_width_equals_f64(devices: &[Device]) {
     let mut ran = 0;
     for device in devices {
@@ -54,7 +54,7 @@ pub fn every_width_equals_f64(devices: &[Device]) {
     assert_ran("every width", ran);
 }
 
-/// Out and gradients of a call, as numbers.
+/// Returns out and gradients of a call.
 fn results(inputs: [Tensor<4>; 4], pattern: &Pattern, block_size: usize) -> Results {
     let [q, k, v, grad_out] = inputs;
     let [_, heads, seq, _] = q.dims();
@@ -67,12 +67,12 @@ fn results(inputs: [Tensor<4>; 4], pattern: &Pattern, block_size: usize) -> Resu
     with_gradients(out, grad_out, [q, k, v])
 }
 
-/// More batch entries, and more heads, than a grid has places for (65,535): the last ones have the numbers that they have alone.
+/// More batch entries, and more heads, than a grid dimension allows (65,535): the last ones give the same results as alone.
 pub fn more_batch_entries_and_heads_than_a_grid(devices: &[Device]) {
-    /// Of batch entries; and of heads as many as a layout has at most.
+    /// Batch entries; and the most heads that a layout supports.
     const MANY: [usize; 2] = [65_535 + 70, 65_536];
     for device in devices {
-        // Widths of three tiers, where a device has them.
+        // Widths of three tiers, if the device has them.
         let mut kinds = vec![(DType::F32, 8)];
         for dtype in half_dtypes(device) {
             kinds.extend([(dtype, 16), (dtype, 64)]);
@@ -97,7 +97,7 @@ pub fn more_batch_entries_and_heads_than_a_grid(devices: &[Device]) {
     }
 }
 
-/// Batch entries that are more than 2³⁰ elements apart in memory, and rows that are 4 GB apart and more, are read where they are. Needs 20 GB on the device.
+/// Batch entries more than 2³⁰ elements apart in memory, and rows 4 GB or more apart, are read in place. Needs 20 GB on the device.
 pub fn far_strides(devices: &[Device]) {
     for device in devices {
         let random = |shape: [usize; 4], dtype| {
@@ -130,7 +130,7 @@ pub fn far_strides(devices: &[Device]) {
     }
 }
 
-/// Strided patterns in layouts that are padded, of a pattern for each batch entry, or read from text: computed by residue class like others.
+/// Strided patterns in padded layouts, with a pattern per batch entry, or parsed from text, are computed by residue class like others.
 pub fn strided_layouts_of_other_kinds(devices: &[Device]) {
     let sizes = Sizes::new([3, 2, 1], [96, 96], [16, 16]);
     let lengths = [96, 61, 80];

@@ -1,4 +1,4 @@
-//! Hashes and clusters against dense attention with masks that the host makes of them: outputs, lse and gradients.
+//! Hash and cluster attention against dense attention with masks made on the host: outputs, lse and gradients.
 
 use std::num::NonZeroUsize;
 
@@ -8,15 +8,15 @@ use burn_sparse_transformer::content::{LshOptions, RoutingHeadsConfig, lsh_atten
 
 use crate::prelude::*;
 
-/// What a score weighs that is not there.
+/// Score of masked pairs.
 const NOTHING: f64 = -1e30;
 
-/// Each device with its exact dtypes, but for f64 on CUDA, whose powers the interpreter does not know.
+/// Returns each device with its exact dtypes, except f64 on CUDA: the interpreter of its kernels lacks f64 powers.
 fn compared(devices: &[Device]) -> impl Iterator<Item = (&Device, DType, f64)> {
     exact(devices).filter(|&(device, dtype, _)| dtype == DType::F32 || !is_cuda(device))
 }
 
-/// `[.., n, m]` times `[.., m, w]`, one product at a time: devices round factors of products to fewer bits.
+/// Multiplies `[.., n, m]` and `[.., m, w]` elementwise, because devices round factors of matmuls.
 fn product(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
     let [batch, heads, n, _] = a.dims();
     let [.., width] = b.dims();
@@ -29,8 +29,8 @@ fn unit(x: Tensor<4>) -> Tensor<4> {
     x.clone() / x.square().sum_dim(3).sqrt()
 }
 
-/// Attention with keys scaled to norm 1, out and lse `[.., 1]`: `shares`, `[batch, heads, n, n]`, are what each pair's weight is multiplied by, and pairs of
-/// 0 are not seen. Rows without a pair have `alone`, and its lse.
+/// Computes attention with keys scaled to norm 1; returns out and lse `[.., 1]`. `shares`, `[batch, heads, n, n]`, multiply the weights, and pairs
+/// of 0 are masked. Rows without a pair get `alone` and its lse.
 fn dense(
     [q, k, v]: [&Tensor<4>; 3],
     shares: &[f64],
@@ -43,7 +43,7 @@ fn dense(
     let hidden = bools(&hidden, [batch, heads, n, n], &device);
     let empty = bools(&empty, [batch, heads, n, 1], &device);
     let shares = tensor(shares, [batch, heads, n, n], &q.device(), q.dtype());
-    // Not divided by its root: Burn's gradient of a division by a number has that number in f32.
+    // Multiplied, not divided by the root: Burn's gradient of a division by a number has that number in f32.
     let scale = 1.0 / (dim as f64).sqrt();
     let scores = product(q.clone(), unit(k.clone()).swap_dims(2, 3)) * scale;
     let scores = scores.mask_fill(hidden, NOTHING);
@@ -55,7 +55,7 @@ fn dense(
     (out, (max + sum.log()).mask_fill(empty, alone.1))
 }
 
-/// The products of a row with the columns of a rotation, and those with their opposites.
+/// Returns the products of a row with the columns of a rotation, and their negatives.
 fn hashes(x: &[f64], rotation: &[f64], half: usize) -> Vec<f64> {
     let column = |e: usize| {
         let products = x
@@ -69,7 +69,7 @@ fn hashes(x: &[f64], rotation: &[f64], half: usize) -> Vec<f64> {
     [columns, opposites].concat()
 }
 
-/// A row whose buckets are not in doubt, whatever products are rounded to.
+/// Draws a row whose buckets no rounding of products can change.
 fn decided(dim: usize, rotations: &[f64], half: usize, rng: &mut ChaCha8Rng) -> Vec<f64> {
     loop {
         let row = drawn(rng, dim, -1.0..1.0);
@@ -84,7 +84,7 @@ fn decided(dim: usize, rotations: &[f64], half: usize, rng: &mut ChaCha8Rng) -> 
     }
 }
 
-/// The pairs that a round of hashing finds, of one head.
+/// Returns the pairs that a round of hashing finds, for one head.
 fn hashed(qk: &[&[f64]], rotation: &[f64], half: usize, options: LshOptions) -> Vec<bool> {
     let (n, size) = (qk.len(), options.bucket.get());
     let bucket_of = |x: &&[f64]| {
@@ -106,7 +106,7 @@ fn hashed(qk: &[&[f64]], rotation: &[f64], half: usize, options: LshOptions) -> 
     (0..n * n).map(|pair| sees(pair / n, pair % n)).collect()
 }
 
-/// Out, lse and gradients of rounds of hashes, of all variants, with sequences that fill their chunks and that do not.
+/// Out, lse and gradients of hash rounds, for all variants, with full and partial last chunks.
 pub fn hashes_equal_dense_attention(devices: &[Device]) {
     let cases = [
         ([96, 16, 3, 3], [16, 24]),
@@ -138,7 +138,7 @@ pub fn hashes_equal_dense_attention(devices: &[Device]) {
                 qk.chunks(seq * dim).flat_map(of_head).collect()
             };
             let seen: Vec<Vec<bool>> = rotations.chunks(dim * half).map(of_round).collect();
-            // Of a pair that several rounds find, each has a part.
+            // A pair that several rounds find is divided among them.
             let share = |seen: &[bool], pair: usize, all: &[Vec<bool>]| match seen[pair] {
                 false => 0.0,
                 true if options.dedup => 1.0 / all.iter().filter(|seen| seen[pair]).count() as f64,
@@ -184,7 +184,7 @@ pub fn hashes_equal_dense_attention(devices: &[Device]) {
                     names.zip([out.into_data(), lse.into_data(), by(&qk), by(&v)])
                 };
                 let what = format!("{seq}, {options:?}, {dtype:?}, {device:?}");
-                // These are made of Burn's products.
+                // These variants use Burn's matmuls.
                 let by_products = options.own_bucket || options.dedup && rounds > 1;
                 let within = match by_products {
                     true => product_tolerance(&device, dtype, 10.0 * tolerance),
@@ -196,14 +196,14 @@ pub fn hashes_equal_dense_attention(devices: &[Device]) {
     }
 }
 
-/// What the queries of a cluster see.
+/// Keys that the queries of a cluster see.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Clusters {
-    /// Queries that are also keys: those before them, and the first itself.
+    /// Queries are also keys: those before them, and for the first itself.
     Shared,
-    /// Keys of clusters of their own, all of them.
+    /// Keys have their own clusters; all of them.
     Keys,
-    /// Those of them up to the query's position.
+    /// Keys have their own clusters; those up to the query's position.
     KeysUpTo,
 }
 

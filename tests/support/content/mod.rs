@@ -1,4 +1,4 @@
-//! Sorts, hashes and clusters, by which layers choose keys.
+//! Sorts, hashes and clusters, by which layers select keys.
 
 pub mod dense;
 pub mod order;

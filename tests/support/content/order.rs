@@ -1,4 +1,4 @@
-//! Sorts by bucket, the highest numbers and products of rows, and sums at places, against the host's.
+//! Sort by bucket, top-k of rows, products of rows, and segment sums, against the host.
 
 use burn_blocksparse::internal::{gather_rows, segment_sum};
 use burn_sparse_select::internal::{row_products, sort_by_bucket, topk_rows};
@@ -6,7 +6,7 @@ use burn_sparse_select::internal::{row_products, sort_by_bucket, topk_rows};
 use crate::prelude::*;
 use crate::training::case::{Case, Tensors};
 
-/// Those of a stable sort: random buckets, one bucket, rising and falling ones, and more than are sorted at once.
+/// Equal to a stable sort: random buckets, one bucket, ascending and descending ones, and more than are sorted at once.
 pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
     let cases = [
         (1, 1, 1),
@@ -53,7 +53,7 @@ pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
     }
 }
 
-/// Of rows with ties, and with what is no number; of short rows, of as many numbers as cubes hold, and of more. A row has numbers of all sizes.
+/// Rows with ties and NaN; short rows, rows that fill a cube, and longer ones. A row has elements of all magnitudes.
 pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
     for ([groups, rows, columns], most) in [
         ([3, 4, 300], vec![1, 64, 65, 299, 300]),
@@ -100,7 +100,7 @@ pub fn highest_in_rows_are_those_of_a_sort(devices: &[Device]) {
     }
 }
 
-/// Where the `most` highest numbers are, by a sort, ascending.
+/// Returns the indices of the `most` highest elements, by a sort, ascending.
 fn highest_of(numbers: &[f32], most: usize) -> Vec<i32> {
     let number = |at: usize| match numbers[at].is_nan() {
         true => f32::NEG_INFINITY,
@@ -113,7 +113,7 @@ fn highest_of(numbers: &[f32], most: usize) -> Vec<i32> {
     first
 }
 
-/// Factors that differ in the 18th bit of their numbers have products in that order, whatever Burn's products round to.
+/// Factors that differ in the 18th bit have products in that order, whatever the rounding of Burn's matmuls.
 pub fn products_of_rows_are_not_rounded(devices: &[Device]) {
     let [heads, rows, columns, width] = [2, 5, 40, 36];
     let number = |at: usize| 1.3 + (at * 7 % columns) as f32 * (2.0f32).powi(-18);
@@ -138,7 +138,7 @@ pub fn products_of_rows_are_not_rounded(devices: &[Device]) {
     }
 }
 
-/// Rows by an index, with rows of no place and places of no row, and sums at places: the one is the gradient of the other.
+/// Gather of rows by an index, with unused rows and negative indices, and segment sums: each is the gradient of the other.
 pub fn sums_at_places_are_gradients_of_rows(devices: &[Device]) {
     let [batch, heads, rows, dim, most, places] = [2, 3, 11, 5, 3, 40];
     let lists = batch * heads;

@@ -1,4 +1,4 @@
-//! Cases of layouts that are made on the device.
+//! Cases of layouts made on the device.
 
 use burn_blocksparse::layout::DeviceLayoutOptions;
 
@@ -15,7 +15,7 @@ pub struct Case {
     pub seq_kv: usize,
     pub head_dim: usize,
     pub block_size: usize,
-    /// Batch entries and heads with blocks of their own.
+    /// Numbers of batch entries and heads with different blocks.
     pub patterns: [usize; 2],
     pub causal: bool,
 }
@@ -59,7 +59,7 @@ impl Case {
         Sizes::new(heads, [self.seq_q, self.seq_kv], [self.head_dim; 2])
     }
 
-    /// The problem in which the blocks of `mask`, `dims`, are chosen.
+    /// Makes the problem with the blocks of `mask`, `dims`.
     pub fn problem(&self, seed: u64, mask: Vec<bool>) -> Problem {
         let case = *self;
         let offset = self.seq_kv as i64 - self.seq_q as i64;
@@ -73,13 +73,13 @@ impl Case {
         .with_grad_lse(seed)
     }
 
-    /// Random blocks, and their problem.
+    /// Draws random blocks, and makes their problem.
     pub fn drawn(&self, seed: u64) -> (Vec<bool>, Problem) {
         let mask = self.mask(&mut seeded(seed));
         (mask.clone(), self.problem(seed, mask))
     }
 
-    /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
+    /// Draws random blocks: rows of all densities, including empty and full ones, and an empty column.
     pub fn mask(&self, rng: &mut ChaCha8Rng) -> Vec<bool> {
         let [batch, heads, q_blocks, kv_blocks] = self.dims();
         let mut mask = Vec::new();
@@ -94,7 +94,7 @@ impl Case {
     }
 }
 
-/// Cases of a table: names, queries, keys and the block, and what else they have other than [`Case::new`].
+/// Makes a case of a table: name; queries, keys and block; settings that differ from [`Case::new`].
 pub fn read([name, sizes, rest]: [&'static str; 3]) -> Case {
     let [seq_q, seq_kv, block_size] = all(sizes);
     let mut case = Case::new(name, seq_q, seq_kv, block_size);
@@ -106,7 +106,7 @@ pub fn read([name, sizes, rest]: [&'static str; 3]) -> Case {
             }
             "dim" => case.head_dim = one(numbers),
             "every_key" => case.causal = false,
-            // As many batch entries and heads as have blocks of their own.
+            // Sets the numbers of batch entries and heads with different blocks.
             "patterns" => case.patterns = all(numbers),
             _ => panic!("{name}: {word} is nothing to set"),
         }

@@ -1,4 +1,4 @@
-//! Layouts that are made on the device, against f64: every output and every gradient.
+//! Layouts made on the device, against f64: every output and every gradient.
 
 use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
@@ -7,7 +7,7 @@ use crate::attention::options::with_distances;
 use crate::device_layout::case::{Case, cases, read};
 use crate::prelude::*;
 
-/// Masks may come from a device with autodiff, too.
+/// Returns the device or its autodiff variant: masks may come from either.
 fn placed(device: &Device, index: usize) -> Device {
     match index % 2 {
         0 => device.clone(),
@@ -36,7 +36,7 @@ pub fn device_masks_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Indices of no block, repeated ones, and counts of all kinds.
+/// Padding indices, repeated ones, and many counts.
 pub fn device_indices_equal_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         check_indices(case, index, 9100 + index as u64, devices);
@@ -75,7 +75,7 @@ fn check_indices(case: &Case, index: usize, seed: u64, devices: &[Device]) {
     }
 }
 
-/// What a layout allows, block by block.
+/// Returns a layout's allowed blocks.
 fn chosen(layout: &DeviceLayout, case: &Case) -> Vec<bool> {
     let host = layout.to_host().unwrap();
     let [batch, heads, q_blocks, kv_blocks] = case.dims();
@@ -90,7 +90,7 @@ fn chosen(layout: &DeviceLayout, case: &Case) -> Vec<bool> {
     mask
 }
 
-/// The same blocks as the builder on the host, and attention over them.
+/// The same blocks as the host's builder, and attention over them.
 pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
     let top = |case: &Case, k: usize| TopKOptions::new(case.block_size, k).causal(case.causal);
     for (index, case) in cases().iter().enumerate() {
@@ -118,7 +118,7 @@ pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
     }
 }
 
-/// Equal scores, zeros of both signs, infinities and NaN: the same choice as on the host.
+/// Ties, zeros of both signs, infinities and NaN: the same selection as on the host.
 pub fn device_scores_of_all_kinds(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         if index % 3 == 1 {
@@ -145,7 +145,7 @@ fn check_scores(case: &Case, index: usize, seed: u64, devices: &[Device]) {
     }
 }
 
-/// A random layout that is made on the device, of indices or of scores.
+/// Checks a random layout made on the device, from indices or scores.
 pub fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
     let kv_heads = rng.random_range(1..3);
     let heads = kv_heads * rng.random_range(1..3);
@@ -165,7 +165,7 @@ pub fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
     }
 }
 
-/// Options that the kernels compute with see a layout from the device as any other.
+/// Options of the kernels work with device layouts.
 pub fn device_layouts_with_all_options(devices: &[Device]) {
     for index in [0, 4, 5] {
         let case = &cases()[index];
@@ -183,7 +183,7 @@ pub fn device_layouts_with_all_options(devices: &[Device]) {
     }
 }
 
-/// A layout serves several calls: the same bits twice, also of a clone, and calls of other widths and heads of keys.
+/// A layout serves several calls: equal bits twice, also with a clone, and calls of other widths and KV heads.
 pub fn device_layouts_are_used_again(devices: &[Device]) {
     let case = &cases()[0];
     let (mask, problem) = case.drawn(5);
@@ -220,7 +220,7 @@ fn half_cases() -> impl Iterator<Item = Case> {
     rows(HALVES).into_iter().map(read)
 }
 
-/// Widths and blocks that tensor cores take, where there are any.
+/// Widths and blocks that tensor cores support, on devices that have them.
 pub fn device_layouts_in_half_precision(devices: &[Device]) {
     for (index, case) in some_of(half_cases().enumerate(), 2) {
         let (mask, mut problem) = case.drawn(9500 + index as u64);
@@ -233,7 +233,7 @@ pub fn device_layouts_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Biases of distances, which have no gradient here: the output and lse.
+/// Relative biases, which have no gradient here: the output and lse.
 pub fn device_layouts_with_relative_bias(devices: &[Device]) {
     let exact = [0, 3, 4, 5, 8].map(|index| (cases()[index], false));
     let half = half_cases().map(|case| (case, true));

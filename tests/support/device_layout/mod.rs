@@ -1,4 +1,4 @@
-//! Layouts that are made on the device.
+//! Layouts made on the device.
 
 pub mod case;
 pub mod chosen;

@@ -1,4 +1,4 @@
-//! Layouts of places whose pairs follow from positions on the device, against f64: outputs, lse and gradients.
+//! Layouts over places whose pairs follow from positions on the device, against f64: outputs, lse and gradients.
 
 use burn_blocksparse::layout::{BlockMask, PaddingMask, PositionMask};
 use rand::seq::SliceRandom;
@@ -7,7 +7,7 @@ use crate::device_layout::case::{Case, read};
 use crate::device_layout::within::{check_counts, layouts};
 use crate::prelude::*;
 
-/// Chunks that see themselves and the one before, the first the last.
+/// Returns the layout of chunks that see themselves and the one before; the first sees the last.
 fn chunks(case: &Case, chunk: usize) -> BlockLayout {
     let (b, count) = (case.block_size, case.seq_q.div_ceil(chunk));
     let sees = |i: usize, j: usize| {
@@ -22,14 +22,14 @@ fn chunks(case: &Case, chunk: usize) -> BlockLayout {
     .unwrap()
 }
 
-/// Sizes, what else a case has, and chunks.
+/// Sizes, further settings, and chunk size.
 const CHUNKS: &str = "
     chunks of a block         | 96 96 16   |           | 16
     chunks of parts of blocks | 90 90 32   | heads 4 2 | 24
     chunks of 64              | 384 384 64 | dim 64    | 64
 ";
 
-/// Of which tensor cores take some.
+/// Cases for tensor cores, which support some of them.
 const WIDE: &str = "
     chunks of 64                  | 384 384 64 | dim 64            | 64
     chunks of 64, blocks of 32    | 250 250 32 | dim 64, heads 4 2 | 64
@@ -37,7 +37,7 @@ const WIDE: &str = "
     chunks of 128                 | 512 512 64 | dim 128           | 128
 ";
 
-/// As those of [`within`](crate::device_layout::within).
+/// Like the cases of [`within`](crate::device_layout::within).
 const OTHERS: &str = "
     heads that differ, fewer queries | 65 131 16   | heads 2 1    | local:30 / fixed:32,4 |
     every place, blocks of 8         | 50 41 8     | patterns 1 2 | dense                 |
@@ -56,7 +56,7 @@ fn cases(of_chunks: &'static str, others: &'static str) -> Vec<(Case, BlockLayou
     around.chain(layouts(others)).collect()
 }
 
-/// Numbers of a permutation, of which some are negative, or all of a head.
+/// Returns permuted positions, some of which are negative; in some heads all are.
 fn positions(groups: usize, length: usize, rng: &mut ChaCha8Rng) -> Vec<i32> {
     let mut all = Vec::new();
     for group in 0..groups {
@@ -72,7 +72,7 @@ fn positions(groups: usize, length: usize, rng: &mut ChaCha8Rng) -> Vec<i32> {
     all
 }
 
-/// Every batch entry and head has positions of its own.
+/// Every batch entry and head has different positions.
 pub fn pairs_by_positions_equal_f64(devices: &[Device]) {
     check(&cases(CHUNKS, OTHERS), devices, false);
 }
@@ -91,7 +91,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
         let (batches, heads) = (case.patterns[0], case.heads);
         let sides = [case.seq_q, case.seq_kv];
         let [queries, mut keys] = sides.map(|length| positions(batches * heads, length, &mut rng));
-        // Half of those that can have keys at the positions of their queries.
+        // Half of the cases that allow it have keys at the positions of their queries.
         let own = sides[0] == sides[1] && seed % 2 == 1;
         if own {
             keys.clone_from(&queries);
@@ -122,7 +122,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
             let chosen = chosen.unwrap();
             let bounds = if half { half_bounds } else { exact_dtypes };
             for (dtype, tolerance) in bounds(device) {
-                // Numbers of 8 bits are numbers of all types.
+                // bf16 values are exact in both half-precision dtypes.
                 if half {
                     problem.round_to(DType::BF16);
                 }
@@ -134,7 +134,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
     }
 }
 
-/// Counts are those of the places, and what does not fit is said.
+/// Counts match the pairs, and arguments that do not match are errors.
 pub fn positions_are_checked(devices: &[Device]) {
     let (case, layout) = &cases(CHUNKS, OTHERS)[0];
     for device in devices {

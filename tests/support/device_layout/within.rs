@@ -1,4 +1,4 @@
-//! Layouts whose blocks are chosen on the device from those of a layout on the host, against f64: outputs, gradients and counts.
+//! Layouts whose blocks are selected on the device among those of a host layout, against f64: outputs, gradients and counts.
 
 use burn_blocksparse::layout::PaddingMask;
 use burn_sparse_select::{Always, Budget, EstimateKind, Rule};
@@ -11,7 +11,7 @@ fn of(case: Case, pattern: Pattern) -> (Case, BlockLayout) {
     (case, BlockLayout::new(&pattern, case.shape()).unwrap())
 }
 
-/// Of as many real queries and keys of each batch entry.
+/// Pads the batch entries to these numbers of real queries and keys.
 fn padded(case: Case, pattern: Pattern, real: [usize; 2]) -> (Case, BlockLayout) {
     let (case, layout) = of(case, pattern);
     let entry = |real: usize| {
@@ -22,8 +22,8 @@ fn padded(case: Case, pattern: Pattern, real: [usize; 2]) -> (Case, BlockLayout)
     (case, layout.mask_padding(&real.map(entry)).unwrap())
 }
 
-/// Layouts that cut: windows, stripes, documents, heads that differ, padding, and rows and blocks without anything. Sizes, what else a case has, the
-/// pattern, and how many queries and keys of each batch entry are real.
+/// Restricting layouts: windows, stripes, documents, different heads, padding, and empty rows and blocks. Sizes, further settings, the pattern, and
+/// the numbers of real queries and keys of each batch entry.
 const CUTS: &str = "
     a window, grouped heads           | 70 70 16    | heads 4 2    | local:40                     |
     stripes, one choice for all       | 100 100 32  | patterns 1 1 | fixed:64,8                   |
@@ -37,7 +37,7 @@ const CUTS: &str = "
     blocks of 128, stripes            | 300 300 128 | dim 64       | strided:60                   |
 ";
 
-/// The cases and layouts of such a table.
+/// Returns the cases and layouts of a table.
 pub fn layouts(table: &'static str) -> Vec<(Case, BlockLayout)> {
     let layout = |[name, sizes, rest, pattern, real]: [&'static str; 5]| {
         let (case, pattern) = (read([name, sizes, rest]), pattern.parse().unwrap());
@@ -49,7 +49,7 @@ pub fn layouts(table: &'static str) -> Vec<(Case, BlockLayout)> {
     rows(table).into_iter().map(layout).collect()
 }
 
-/// The problem in which the chosen blocks of a layout have its pairs.
+/// Makes the problem of the layout's pairs in the selected blocks.
 fn problem(case: &Case, layout: &BlockLayout, seed: u64, mask: Vec<bool>) -> Problem {
     let (case, allows) = (*case, pairs_of(layout));
     Problem::random(case.sizes(), seed, move |batch, head, i, j| {
@@ -61,7 +61,7 @@ fn problem(case: &Case, layout: &BlockLayout, seed: u64, mask: Vec<bool>) -> Pro
     .with_grad_lse(seed)
 }
 
-/// Masks and indices.
+/// Layouts from masks and from indices.
 pub fn blocks_within_a_layout_equal_f64(devices: &[Device]) {
     for (index, (case, layout)) in layouts(CUTS).iter().enumerate() {
         let seed = 9700 + index as u64;
@@ -90,7 +90,7 @@ fn of_indices(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
     DeviceLayout::from_block_indices(indices, counts, case.options()).unwrap()
 }
 
-/// The counts of rows, and the density, are those of the host.
+/// Checks that the counts of rows and the density equal the host's.
 pub fn check_counts(case: &Case, chosen: &DeviceLayout) {
     let host = chosen.to_host().unwrap();
     let counts = chosen.counts().unwrap();
@@ -109,7 +109,7 @@ pub fn check_counts(case: &Case, chosen: &DeviceLayout) {
     assert_eq!(density == 0.0, all == 0, "{}", case.name);
 }
 
-/// Rules see a layout's blocks alone. The host has the choice from the same scores; attention shows that of the device.
+/// Rules see only a layout's blocks. The host selects by the same scores; attention reveals the device's selection.
 pub fn rules_within_a_layout(devices: &[Device]) {
     let (p, min, max) = (0.6137, 1, 5);
     let share = Budget::TopP { p, min, max };
@@ -130,7 +130,7 @@ pub fn rules_within_a_layout(devices: &[Device]) {
                 keep: keeps[(index + 3 * turn) % 4],
                 forced: Always { first, local },
             };
-            // Few numbers, of which no sum is near a share that a rule asks for; some are no numbers.
+            // Few distinct numbers, so that no sum is near a share of a rule; some are NaN.
             let mut score = |_| match rng.random_range(0..12) {
                 0 => f32::NAN,
                 _ => rng.random_range(0..19) as f32 / 7.3,
@@ -155,7 +155,7 @@ pub fn rules_within_a_layout(devices: &[Device]) {
     }
 }
 
-/// The same bits, twenty times, of a choice within a layout.
+/// Twenty selections within a layout give equal bits.
 pub fn layouts_within_give_the_same_bits(devices: &[Device]) {
     let (case, layout) = &layouts(CUTS)[0];
     let mut rng = seeded(9999);

@@ -1,5 +1,5 @@
-//! Random cases: patterns, shapes, options and dtypes against f64. A seed is a case, and a failure prints its seed. Beside its call of
-//! attention a case has another check ([`crate::fuzz::beside`]), drawn from numbers of its own.
+//! Random cases of attention: patterns, shapes, options and dtypes against f64. A seed is a case, and a failure prints its seed. Besides attention,
+//! a case has another check ([`crate::fuzz::beside`]), with its own random numbers.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -11,14 +11,14 @@ use crate::attention::plain::{assert_as_good_as_dense, run_dense};
 use crate::fuzz::beside::more;
 use crate::prelude::*;
 
-/// Cases, and the seed of the first; the next ones count on.
+/// Number of cases; `SEED` has the first seed, and the others follow.
 const CASES: &str = "BURN_SPARSE_FUZZ_CASES";
 pub const SEED: &str = "BURN_SPARSE_FUZZ_SEED";
-/// Cases of the test that CI runs.
+/// Number of cases of the test that CI runs.
 const CI_CASES: &str = "BURN_SPARSE_FUZZ_CI_CASES";
 const DEFAULT_CASES: u64 = 300;
 
-/// The results that simulated roundings have.
+/// Results with simulated roundings.
 const RESULTS: [&str; 4] = ["out", "dq", "dk", "dv"];
 
 /// Runs `BURN_SPARSE_FUZZ_CASES` cases from `BURN_SPARSE_FUZZ_SEED` on; panics at the end if one failed.
@@ -26,8 +26,8 @@ pub fn fuzz(devices: &[Device]) {
     run_seeds(devices, number(SEED, 1), number(CASES, DEFAULT_CASES));
 }
 
-/// 200 cases that are the same each time, or as many as `BURN_SPARSE_FUZZ_CI_CASES` says, and half as many of the day: their seeds follow
-/// from the date (UTC) unless `BURN_SPARSE_FUZZ_SEED` is set.
+/// Runs 200 fixed cases, or `BURN_SPARSE_FUZZ_CI_CASES`, and half as many whose seeds follow from the date (UTC) unless `BURN_SPARSE_FUZZ_SEED` is
+/// set.
 pub fn fuzz_of_the_day(devices: &[Device]) {
     let count = number(CI_CASES, 200);
     run_seeds(devices, 1, count);
@@ -52,7 +52,7 @@ fn run_seeds(devices: &[Device], first: u64, count: u64) {
     assert_none(&failed);
 }
 
-/// The seeds whose check fails on a device. A check says what its case is.
+/// Returns the seeds whose check fails on a device. A check describes its case.
 pub fn failing_seeds(
     device: &Device,
     cases: &str,
@@ -75,7 +75,7 @@ pub fn assert_none(failed: &[u64]) {
     assert!(failed.is_empty(), "{} failed: {failed:?}", failed.len());
 }
 
-/// A number that an environment variable says.
+/// Reads a number from an environment variable.
 pub fn number(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
         Ok(text) => {
@@ -85,7 +85,6 @@ pub fn number(name: &str, default: u64) -> u64 {
     }
 }
 
-/// One random case.
 #[derive(Debug)]
 pub struct Fuzz {
     pub seed: u64,
@@ -94,16 +93,16 @@ pub struct Fuzz {
     pub mode: WeightsMode,
     /// Padding per batch entry.
     restrictions: Option<Vec<PaddingMask>>,
-    /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
+    /// Whether the layout is serialized and parsed before use, so that it is computed by its own blocks.
     read: bool,
     pub extras: Extras,
     /// Whether half precision is compared with Burn's dense attention.
     dense: bool,
-    /// Whether the pattern's blocks make a layout on the device.
+    /// Set if the pattern's blocks make a layout on the device.
     chosen: Option<Chosen>,
 }
 
-/// Blocks that a mask chooses.
+/// Blocks selected by a mask.
 #[derive(Clone, Debug)]
 struct Chosen {
     /// `[heads, q_blocks, kv_blocks]`
@@ -130,7 +129,7 @@ impl Chosen {
         }
     }
 
-    /// The pairs of these blocks.
+    /// Returns the pattern of these blocks.
     fn pattern(&self, case: &Case) -> Pattern {
         let (chosen, block) = (self.clone(), case.block_size);
         let offset = case.seq_kv as i64 - case.seq_q as i64;
@@ -149,14 +148,14 @@ impl Chosen {
     }
 }
 
-/// What else is asked for. In half precision some cases have one of these alone, and some are compared with dense math, which has none.
+/// Further options. In half precision some cases have a single one, and some are compared with dense attention, which has none.
 #[derive(Clone, Debug, Default)]
 pub struct Extras {
     slopes: Option<Vec<f64>>,
     dropout: Option<Dropout>,
-    /// What shares a bias.
+    /// Sharing of a bias.
     bias: Option<[bool; 3]>,
-    /// How far biases of distances reach, and whether heads share them.
+    /// Reach of the relative bias, and whether heads share it.
     relative: Option<(usize, bool)>,
     sinks: bool,
     /// Whether the loss depends on lse.
@@ -185,7 +184,7 @@ impl Extras {
         }
     }
 
-    /// One of them alone, whether it was drawn or not.
+    /// Returns a single random option, independent of `self`.
     fn alone(self, rng: &mut impl Rng, heads: usize) -> Self {
         let mut nothing = Self::default();
         match rng.random_range(0..6) {
@@ -205,7 +204,7 @@ impl Extras {
         nothing
     }
 
-    /// The problem with what is asked for.
+    /// Applies the options to a problem.
     pub fn apply(&self, seed: u64, mut problem: Problem) -> Problem {
         problem.slopes.clone_from(&self.slopes);
         problem.dropout = self.dropout;
@@ -226,7 +225,7 @@ impl Extras {
 }
 
 impl Fuzz {
-    /// The case of a seed; its dtype is one of the device's.
+    /// Makes the case of a seed; its dtype is one of the device's.
     fn new(seed: u64, device: &Device) -> Self {
         let mut rng = seeded(seed);
         let rng = &mut rng;
@@ -237,7 +236,7 @@ impl Fuzz {
             0 => length(rng),
             _ => seq_kv,
         };
-        // Few widths, and mostly equal ones: a GPU compiles kernels for each.
+        // Few widths, mostly equal: a GPU compiles kernels for each.
         let head_dim = pick(rng, &[8, 16, 20, 32, 64, 64, 80, 128]);
         let value_dim = match rng.random_range(0..4) {
             0 => pick(rng, &[8, 16, 32, 40, 64]),
@@ -273,7 +272,7 @@ impl Fuzz {
         let dtype = pick(rng, &dtypes);
         let extras = Extras::new(rng, heads);
         let chosen = chance(rng, 6).then(|| Chosen::new(&case.layout(), chance(rng, 2)));
-        // Numbers of its own, so that what was drawn before stays what it was.
+        // A separate generator, so that cases of old seeds stay the same.
         let other = &mut seeded(seed ^ 0xa10e);
         let half = matches!(dtype, DType::F16 | DType::BF16);
         let (extras, dense) = match other.random_range(0..4) {
@@ -298,7 +297,7 @@ impl Fuzz {
         }
     }
 
-    /// The case with the pattern of chosen blocks, without what such a layout does not take.
+    /// Replaces the pattern by the selected blocks, without the options that such a layout does not support.
     fn by_blocks(self, chosen: &Chosen) -> Self {
         Self {
             case: Case {
@@ -368,7 +367,7 @@ impl Fuzz {
         answer.assert("", results, &bounds);
     }
 
-    /// As [`crate::attention::plain::half_precision_is_as_good_as_dense`].
+    /// Compares like [`crate::attention::plain::half_precision_is_as_good_as_dense`].
     fn check_half(&self, device: &Device) {
         let (mut problem, layout) = (self.problem(), self.layout());
         problem.round_to(self.dtype);
@@ -386,8 +385,8 @@ impl Fuzz {
     }
 }
 
-/// The judge of random cases in half precision, without a kernel: roundings that it simulates pass it. A bias of some roundings that nobody asked for does not,
-/// wherever it moves a weight, though the bound on whole tensors passes nearly all of what it does.
+/// The judge of random cases in half precision, without a kernel: simulated roundings pass it. A spurious bias of a few roundings fails it, wherever
+/// it changes a weight, although the bound on whole tensors misses nearly all such changes.
 pub fn half_precision_sees_a_small_bias(device: &Device) {
     let (mut cases, mut by_tensors) = (0, 0);
     for seed in 1..=120 {
@@ -414,7 +413,7 @@ pub fn half_precision_sees_a_small_bias(device: &Device) {
         };
         let clean = of_bounds(&problem.solve_rounded(fuzz.dtype));
         assert!(clean.iter().all(|&part| part < 1.0), "{seed}: {clean:?}");
-        // Where a query has one key, or only such as get the same bias, nothing moves.
+        // If each query has one key, or only keys with equal bias, nothing changes.
         let mut weights = exact.weights.iter().zip(&moved.weights);
         if !weights.any(|(p, moved)| *p > 1e-3 && (p - moved).abs() > 0.5 * size * p) {
             continue;
@@ -438,12 +437,12 @@ pub fn pick<T: Copy>(rng: &mut impl Rng, from: &[T]) -> T {
     from[rng.random_range(0..from.len())]
 }
 
-/// One time in `n`.
+/// Returns true one time in `n`.
 pub fn chance(rng: &mut impl Rng, n: usize) -> bool {
     rng.random_range(0..n) == 0
 }
 
-/// Mostly short; on an edge of a block, next to one, or anywhere.
+/// Returns a length: mostly short; at a block boundary, next to one, or anywhere.
 fn length(rng: &mut impl Rng) -> usize {
     let blocks = 8 * rng.random_range(1..25);
     match rng.random_range(0..5) {
@@ -477,7 +476,7 @@ fn restriction(rng: &mut impl Rng, seq_q: usize, seq_kv: usize) -> PaddingMask {
     }
 }
 
-/// A pattern that is valid for `heads` heads, with parts up to `depth` deep.
+/// Returns a pattern that is valid for `heads` heads, nested up to `depth`.
 pub fn pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pattern {
     loop {
         let pattern = any_pattern(rng, heads, seq, depth);

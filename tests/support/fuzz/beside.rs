@@ -1,4 +1,4 @@
-//! The second check of a random case: what is built around attention, on the case's pattern and sizes.
+//! The second check of a random case: an operation besides attention, on the case's pattern and sizes.
 
 use burn_blocksparse::merge_attention;
 use burn_sparse_select::vertical_slash_layout;
@@ -11,7 +11,7 @@ use crate::device_layout::chosen::check_random;
 use crate::fuzz::attention::{Fuzz, chance, pattern, pick};
 use crate::prelude::*;
 
-/// Draws a check by the seed and makes it.
+/// Runs the check that the seed selects.
 pub fn more(fuzz: &Fuzz, device: &Device) {
     let rng = &mut seeded(fuzz.seed ^ 0x005e_c00d);
     match rng.random_range(0..8) {
@@ -27,14 +27,14 @@ pub fn more(fuzz: &Fuzz, device: &Device) {
     }
 }
 
-/// The case's dtype where results are held to the precision of sums, else F32, and the tolerance.
+/// Returns the case's dtype if it is exact, else the first exact one, and the tolerance.
 fn exact(fuzz: &Fuzz, device: &Device) -> (DType, f64) {
     let exact = exact_dtypes(device);
     let own = exact.iter().find(|(dtype, _)| *dtype == fuzz.dtype);
     *own.unwrap_or(&exact[0])
 }
 
-/// Columns and diagonals of some queries' weights; in half precision of rounded inputs.
+/// Sums over columns and diagonals of some queries' weights; inputs are rounded in half precision.
 fn attention_sums_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let extras = fuzz.extras.without_dropout();
     let mut problem = extras.apply(fuzz.seed, fuzz.problem());
@@ -68,7 +68,7 @@ fn operators_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     }
 }
 
-/// The weights of a call with all that the case asks for.
+/// The weights of a call with the case's options.
 fn weights_of(fuzz: &Fuzz, device: &Device) {
     let (dtype, tolerance) = exact(fuzz, device);
     let problem = fuzz.extras.apply(fuzz.seed, fuzz.problem());
@@ -77,7 +77,7 @@ fn weights_of(fuzz: &Fuzz, device: &Device) {
     problem.solve().assert("weights", got, &bounds);
 }
 
-/// The problem of a pattern for each batch entry.
+/// Makes a problem with a pattern per batch entry.
 fn problem_of(case: &Case, seed: u64, patterns: Vec<Pattern>) -> Problem {
     let offset = case.seq_kv as i64 - case.seq_q as i64;
     let problem = Problem::random(case.sizes(), seed, move |batch, head, i, j| {
@@ -87,7 +87,7 @@ fn problem_of(case: &Case, seed: u64, patterns: Vec<Pattern>) -> Problem {
     problem.options(case.scale, case.softcap)
 }
 
-/// Batch entries with a pattern each.
+/// Batch entries with different patterns.
 fn stacked(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let case = Case {
         batch: rng.random_range(2..4),
@@ -105,7 +105,7 @@ fn stacked(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     check(problem, layout, "stacked", fuzz, device);
 }
 
-/// Outputs and gradients of a call in the case's dtype, with all that the case asks for.
+/// Checks outputs and gradients of a call in the case's dtype, with the case's options.
 fn check(problem: Problem, layout: BlockLayout, name: &str, fuzz: &Fuzz, device: &Device) {
     let mut problem = fuzz.extras.apply(fuzz.seed, problem);
     problem.round_to(fuzz.dtype);
@@ -120,7 +120,7 @@ fn check(problem: Problem, layout: BlockLayout, name: &str, fuzz: &Fuzz, device:
     problem.solve().assert(name, got, &bounds);
 }
 
-/// The pattern in two parts that share no pair, merged.
+/// The pattern split into two disjoint parts, merged.
 fn merged(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let case = &fuzz.case;
     let (modulo, width) = (rng.random_range(2..9), rng.random_range(0..60));

@@ -1,5 +1,5 @@
-//! Random attentions that read a sequence in pieces: a cache and a pool of pages give the rows of one call over the whole sequence, whatever the pattern,
-//! the options, the pieces and what is kept. A seed is a case, and a failure prints its seed.
+//! Random attentions that read a sequence in pieces: a cache and a paged pool give the rows of one call over the whole sequence, whatever the
+//! pattern, the options, the pieces and the retention. A seed is a case, and a failure prints its seed.
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::RotaryEncodingConfig;
@@ -14,12 +14,12 @@ use burn_sparse_transformer::{
 use crate::fuzz::attention::{SEED, assert_none, chance, failing_seeds, number, pattern, pick};
 use crate::prelude::*;
 
-/// Cases, and the seed of the first; the next ones count on.
+/// Number of cases; `SEED` has the first seed, and the others follow.
 const CASES: &str = "BURN_SPARSE_FUZZ_DECODING";
 
 const DEFAULT_CASES: u64 = 40;
 
-/// Positions that a text may go back by.
+/// Positions by which a sequence may be rolled back.
 const ROLLBACK: usize = 4;
 
 /// Runs `BURN_SPARSE_FUZZ_DECODING` cases from `BURN_SPARSE_FUZZ_SEED` on; panics at the end if one failed.
@@ -35,7 +35,7 @@ pub fn pieces_are_rows_of_the_whole(devices: &[Device]) {
     assert_none(&failed);
 }
 
-/// One case, described in `case` before anything runs.
+/// Checks one case, and describes it in `case` before anything runs.
 fn check(seed: u64, device: &Device, case: &mut String) {
     let rng = &mut seeded(seed);
     let seq = rng.random_range(2..70);
@@ -63,7 +63,7 @@ fn check(seed: u64, device: &Device, case: &mut String) {
     by_pool(&mha, [&x, &other], &whole, (&mut pool, rollback), rng);
 }
 
-/// What rows may differ by, of the largest: other kernels serve other lengths, and on CUDA products of f32 round to tf32.
+/// Returns the tolerance of rows, relative to the largest: other lengths use other kernels, and on CUDA products of f32 round to tf32.
 fn tolerance(device: &Device) -> f64 {
     match is_cuda(device) {
         true => 5e-3,
@@ -104,7 +104,7 @@ fn attention(rng: &mut impl Rng, seq: usize) -> SparseMultiHeadAttentionConfig {
         .with_sinks(chance(rng, 4))
 }
 
-/// Native sparse attention, whose blocks are few enough that some are left out.
+/// Returns native sparse attention that selects so few blocks that some are left out.
 fn branches(rng: &mut impl Rng) -> NsaHeadsConfig {
     let stride: usize = pick(rng, &[1, 2, 4, 8, 16]);
     let (first, local) = (rng.random_range(0..2), rng.random_range(1..3));
@@ -121,7 +121,7 @@ fn branches(rng: &mut impl Rng) -> NsaHeadsConfig {
 }
 
 fn pool_config(rng: &mut impl Rng, seq: usize, chooses: bool) -> KvPoolConfig {
-    // Four texts, and forks of them before they leave.
+    // Four sequences, and forks of them before they leave.
     let config = KvPoolConfig::new(9, seq)
         .with_page_size(if chooses {
             16
@@ -135,7 +135,7 @@ fn pool_config(rng: &mut impl Rng, seq: usize, chooses: bool) -> KvPoolConfig {
     }
 }
 
-/// Every parameter, those that begin at 0 too.
+/// Randomizes every parameter, including those initialized to 0.
 fn randomised(mha: SparseMultiHeadAttention, rng: &mut ChaCha8Rng) -> SparseMultiHeadAttention {
     struct Randomise<'a>(&'a mut ChaCha8Rng);
     impl ModuleMapper for Randomise<'_> {
@@ -146,13 +146,13 @@ fn randomised(mha: SparseMultiHeadAttention, rng: &mut ChaCha8Rng) -> SparseMult
     mha.map(&mut Randomise(rng))
 }
 
-/// Numbers between −1 and 1.
+/// Returns numbers between −1 and 1.
 fn numbers<const D: usize>(rng: &mut impl Rng, shape: [usize; D], device: &Device) -> Tensor<D> {
     let numbers = (0..shape.iter().product()).map(|_| rng.random_range(-1.0..1.0));
     floats(&numbers.collect::<Vec<f32>>(), shape, device)
 }
 
-/// The rows of the whole: `[batch][seq][width]`.
+/// The rows of the whole call: `[batch][seq][width]`.
 struct Rows {
     of: Vec<f64>,
     seq: usize,
@@ -161,7 +161,7 @@ struct Rows {
 }
 
 impl Rows {
-    /// That `rows`, `[1, count, width]`, are those of an entry from `first` on.
+    /// Checks that `rows`, `[1, count, width]`, are those of an entry from `first` on.
     fn expect(&self, what: &str, rows: Tensor<3>, entry: usize, first: usize) {
         let [_, count, _] = rows.dims();
         let start = (entry * self.seq + first) * self.width;
@@ -171,7 +171,7 @@ impl Rows {
     }
 }
 
-/// All entries together, in pieces.
+/// Feeds all entries together, in pieces.
 fn by_cache(mha: &SparseMultiHeadAttention, x: &Tensor<3>, whole: &Rows, rng: &mut impl Rng) {
     let [batch, seq, _] = x.dims();
     let mut cache = SparseMhaCache::new();
@@ -186,7 +186,7 @@ fn by_cache(mha: &SparseMultiHeadAttention, x: &Tensor<3>, whole: &Rows, rng: &m
     }
 }
 
-/// How many tokens a call has: mostly one.
+/// Returns the number of tokens of a call: mostly one.
 fn piece(rng: &mut impl Rng) -> usize {
     match rng.random_range(0..4) {
         0 => rng.random_range(2..6),
@@ -195,7 +195,7 @@ fn piece(rng: &mut impl Rng) -> usize {
     }
 }
 
-/// Each entry at its own speed, with texts that are taken back and forks that go on.
+/// Feeds each entry in its own pieces, with rollbacks and forks that continue.
 fn by_pool(
     mha: &SparseMultiHeadAttention,
     [x, other]: [&Tensor<3>; 2],

@@ -1,4 +1,5 @@
-//! Random choices by content: methods, rules, forced blocks, shapes, patterns that cut, padding and inputs of many kinds, against f64. A seed is a case.
+//! Random content-based selections: methods, rules, forced blocks, shapes, restricting patterns, padding and many kinds of inputs, against f64. A
+//! seed is a case.
 
 use burn_sparse_select::{
     Budget, Candidates, EstimateInputs, Selection, attention_selected_with_lse,
@@ -8,7 +9,7 @@ use crate::fuzz::attention::{SEED, assert_none, failing_seeds, number, pick};
 use crate::judge::estimate::entry_of;
 use crate::prelude::*;
 
-/// Cases; `BURN_SPARSE_FUZZ_SEED` is that of the first.
+/// Number of cases; `BURN_SPARSE_FUZZ_SEED` is the first seed.
 const CASES: &str = "BURN_SPARSE_FUZZ_SELECTIONS";
 
 /// Runs `BURN_SPARSE_FUZZ_SELECTIONS` cases from `BURN_SPARSE_FUZZ_SEED` on (300 from 1); panics at the end if one failed.
@@ -16,7 +17,7 @@ pub fn random_choices(devices: &[Device]) {
     run_seeds(devices, number(SEED, 1), number(CASES, 300));
 }
 
-/// 60 cases that are the same each time, or as many as are asked for.
+/// Runs 60 fixed cases, or the requested number.
 pub fn some_random_choices(devices: &[Device]) {
     run_seeds(devices, 1, number(CASES, 60));
 }
@@ -37,10 +38,10 @@ fn run_seeds(devices: &[Device], first: u64, count: u64) {
     assert_none(&failed);
 }
 
-/// What cases compared.
+/// Counts of comparisons.
 #[derive(Debug, Default)]
 struct Seen {
-    /// Rows of blocks whose choice was compared.
+    /// Rows of blocks whose selection was compared.
     rows: usize,
     /// Those of them in which rounding decides.
     unclear: usize,
@@ -56,14 +57,14 @@ impl Seen {
     }
 }
 
-/// Queries and keys.
+/// Kind of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Inputs {
-    /// Of many sizes.
+    /// Of many magnitudes.
     Any,
-    /// Few whole numbers, so that many scores are equal.
+    /// Few integers, so that many scores are equal.
     Few,
-    /// Some rows have numbers that are none, and infinite ones.
+    /// Some rows contain NaN and infinities.
     Odd,
 }
 
@@ -76,12 +77,12 @@ struct Fuzz {
     inputs: Inputs,
     pattern: Option<Pattern>,
     lengths: Option<Vec<usize>>,
-    /// Of attention over the choice.
+    /// Scale of attention over the selection.
     scale: Option<f64>,
     softcap: Option<f64>,
 }
 
-/// A rule's text.
+/// Returns a rule's text.
 fn keep(rng: &mut impl Rng) -> String {
     match rng.random_range(0..5) {
         0 | 1 => format!("k={}", rng.random_range(1..8)),
@@ -167,7 +168,7 @@ impl Fuzz {
             let at = rng.random_range(0..any.len());
             any[at].clone()
         });
-        // Heads that differ are a whole number of pairs.
+        // Patterns that differ by head need an even number of heads.
         let pattern = pattern.filter(|of| !of.is_by_head() || sizes.heads.is_multiple_of(2));
         let lengths = (!by_query && is_square && rng.random_range(0..3) == 0).then(|| {
             let mut length = || rng.random_range(0..seq_kv + 1);
@@ -199,7 +200,7 @@ impl Fuzz {
         Some(BlockLayout::new(pattern, shape).unwrap())
     }
 
-    /// Queries and keys, which f32 has exactly.
+    /// Returns queries or keys that are exact in f32.
     fn numbers(&self, seed: u64, heads: usize, seq: usize) -> Vec<f64> {
         let mut rng = seeded(seed);
         let dim = self.sizes.head_dim;
@@ -219,7 +220,7 @@ impl Fuzz {
         numbers
     }
 
-    /// What the judge chooses for each batch entry, of queries and keys times numbers near 1.
+    /// Returns the judge's selection for each batch entry, with queries and keys multiplied by numbers near 1.
     fn judged(
         &self,
         q: &[f64],
@@ -271,7 +272,7 @@ impl Fuzz {
         }
         let judged = self.judged(&q, &k, layout.as_ref(), 0);
         let mut seen = Seen::default();
-        // What the choice would be of inputs that differ by a rounding: made when it is needed.
+        // Selections for inputs that differ by a rounding, made on demand.
         let mut others: Vec<Vec<BlockLayout>> = Vec::new();
         for (entry, head, row) in self.rows(&host) {
             seen.rows += 1;
@@ -304,7 +305,7 @@ impl Fuzz {
         (0..self.sizes.batch * heads * rows).map(place).collect()
     }
 
-    /// Of what is no number any choice is one that is allowed, and the same again.
+    /// Checks that the selection from NaN inputs is allowed, and repeatable.
     fn check_legal(&self, call: &EstimateInputs, within: Candidates, host: &BlockLayout) {
         let again = self.selection.choose_among(call, within).unwrap();
         assert!(again.layout.to_host().unwrap() == *host);
@@ -320,7 +321,7 @@ impl Fuzz {
         }
     }
 
-    /// Outputs and gradients over the pairs of a layout, in f64.
+    /// Checks outputs and gradients over the pairs of a layout, in f64.
     fn check_attention(
         &self,
         device: &Device,
@@ -345,7 +346,7 @@ impl Fuzz {
         }
     }
 
-    /// Where every query chooses, outputs show the choice.
+    /// Checks selection per query: outputs reveal it.
     fn check_by_query(&self, device: &Device, q: Vec<f64>, k: Vec<f64>) -> Seen {
         if self.inputs == Inputs::Odd {
             return Seen::default();

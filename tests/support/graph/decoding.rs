@@ -1,4 +1,4 @@
-//! Recordings of decoding: steps of a model on a pool.
+//! Graph capture of decoding: steps of a model on a pool.
 
 use burn_paged_attention::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, GraphDecoder, KvDtype, KvPool, KvPoolConfig,
@@ -17,7 +17,7 @@ fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
     model_with(pattern, &[], device)
 }
 
-/// With selections, by which there are no sinks.
+/// Makes a model with selections, without sinks.
 fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformer {
     let config = config(pattern, selections, device);
     config.try_init(device).unwrap()
@@ -38,10 +38,10 @@ fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTrans
         .with_selections((!selections.is_empty()).then(|| chosen.collect()))
 }
 
-/// The same bits as steps that run one by one: while a batch goes on, when it changes, behind a fork, a step back and several tokens at once.
+/// Equal bits as launch by launch: while a batch continues, when it changes, after a fork, a rollback and several tokens at once.
 pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
     for device in devices {
-        // A number that is rounded up instead of down is half a hundredth.
+        // An element that rounds the other way in eight bits differs by half a hundredth.
         let rows = [
             (Pattern::fixed(16, 4), KvDtype::Model, 2e-5),
             (Pattern::local(20), KvDtype::Model, 2e-5),
@@ -56,19 +56,19 @@ pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
     }
 }
 
-/// The same where queries choose pages, of which 96 tokens have six.
+/// With page selection; 96 tokens have six pages.
 pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
     let model = |text: &str, device: &Device| model_with(Pattern::causal(), &[text], device);
     replayed_equals_plain_of_either_dtype(&["quest:16,48,1"], 2, model, devices);
 }
 
-/// The same where an indexer chooses single keys, 12 of them, or three blocks of 16.
+/// With an indexer that selects 12 single keys, or three blocks of 16.
 pub fn replayed_decoding_chooses_keys(devices: &[Device]) {
     let texts = ["dsa:12,3,2,8", "msa:16,3,8"];
     replayed_equals_plain_of_either_dtype(&texts, 2, model_with_content, devices);
 }
 
-/// The same of three branches, where a block of 16 of six is chosen and a block of 8 ends every 4 tokens of each sequence.
+/// With three branches: one of six blocks of 16 is selected, and a compressed block of 8 ends every 4 tokens of each sequence.
 pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
     let texts = ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"];
     replayed_equals_plain_of_either_dtype(&texts, 4, model_with_content, devices);
@@ -83,7 +83,7 @@ fn model_with_content(content: &str, device: &Device) -> SparseTransformer {
         .unwrap()
 }
 
-/// Of the rows, in runs of a part, `one_in`.
+/// Compares replays with plain decoding for `texts`; in a sharded run for one in `one_in`.
 fn replayed_equals_plain_of_either_dtype(
     texts: &[&str],
     one_in: usize,
@@ -114,7 +114,7 @@ fn replayed_equals_plain(
     let [a, b] = [(); 2].map(|()| pair.join());
     pair.step(&[(a, 5)], 0);
     pair.step(&[(b, 19)], 1);
-    // Over the ends of pages, with lengths that differ.
+    // Crosses page boundaries, with different lengths.
     for seed in 0..20 {
         pair.step(&[(a, 1), (b, 1)], seed);
     }
@@ -130,7 +130,7 @@ fn replayed_equals_plain(
     pair.end(what);
 }
 
-/// A decoder that replays where it can, and a pool that does not.
+/// A decoder that replays if possible, and a pool without capture.
 struct Pair<'a> {
     decoder: GraphDecoder<SparseTransformer>,
     plain: KvPool,
@@ -156,7 +156,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Does the same with both pools.
+    /// Makes the same call on both pools, and compares the results.
     fn both<T: PartialEq + std::fmt::Debug>(&mut self, mut f: impl FnMut(&mut KvPool) -> T) -> T {
         let plain = f(&mut self.plain);
         assert_eq!(f(&mut self.decoder.pool_mut()), plain);
@@ -167,7 +167,7 @@ impl<'a> Pair<'a> {
         self.both(|pool| pool.join().unwrap())
     }
 
-    /// Gives sequences so many tokens each, and compares the logits behind all of them.
+    /// Feeds these numbers of tokens to sequences, and compares the logits after each.
     fn step(&mut self, counts: &[(SequenceId, usize)], seed: usize) {
         let steps = counts.iter().map(|&(id, count)| KvStep::new(id, count));
         let steps: Vec<KvStep> = steps.collect();
@@ -201,7 +201,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// The same where keys are evicted, by every policy: both pools keep the same ones, of sequences that join, fork and leave while others go on.
+/// With eviction, for every policy: both pools retain the same keys, of sequences that join, fork and leave while others continue.
 pub fn replayed_decoding_evicts(devices: &[Device]) {
     let policies = [
         EvictionConfig::h2o(8, 4),
@@ -235,7 +235,7 @@ pub fn replayed_decoding_evicts(devices: &[Device]) {
                     pair.both(|pool| pool.truncate(a, back).unwrap());
                 }
             }
-            // More than there are seats for.
+            // More sequences than there are seats.
             let c = pair.both(|pool| pool.fork(a).unwrap());
             for seed in 0..6 {
                 pair.step(&[c, b, a].map(|id| (id, 1)), seed);
@@ -252,7 +252,7 @@ pub fn replayed_decoding_evicts(devices: &[Device]) {
     }
 }
 
-/// The same of several tokens at once, fewer of some sequences, of which some are taken back.
+/// Several tokens at once, fewer for some sequences, of which some are rolled back.
 pub fn replayed_decoding_checks_drafts(devices: &[Device]) {
     for device in devices {
         let patterns = [Pattern::causal(), Pattern::local(20), Pattern::fixed(16, 4)];
@@ -283,7 +283,7 @@ pub fn replayed_decoding_checks_drafts(devices: &[Device]) {
     }
 }
 
-/// The same of forks whose first pages are read once for all of them, while these are what they share.
+/// Forks whose common first pages are read once for all of them.
 pub fn replayed_decoding_shares_prefixes(devices: &[Device]) {
     for device in devices {
         let config = KvPoolConfig::new(3, CONTEXT)
@@ -305,7 +305,7 @@ pub fn replayed_decoding_shares_prefixes(devices: &[Device]) {
     }
 }
 
-/// What cannot be recorded runs all the same, and says why.
+/// Steps that cannot be captured run all the same, and the reason is reported.
 pub fn replayed_decoding_says_what_runs_one_by_one(devices: &[Device]) {
     for device in devices {
         let config = KvPoolConfig::new(1, CONTEXT)
@@ -338,7 +338,7 @@ pub fn replayed_decoding_says_what_runs_one_by_one(devices: &[Device]) {
     }
 }
 
-/// A step that fails changes nothing, and the next one goes on.
+/// A failed step changes nothing, and the next one succeeds.
 pub fn replayed_decoding_survives_errors(devices: &[Device]) {
     for device in devices {
         let model = model(Pattern::causal(), device);
@@ -358,8 +358,8 @@ pub fn replayed_decoding_survives_errors(devices: &[Device]) {
     }
 }
 
-/// Sequences take no more memory of a device that says how much it has reserved than those before them did, at any of their lengths: buffers come back,
-/// whether a step has one token, or three of which two are taken back. Longer sequences gather more, in larger buffers, so lengths are compared with lengths.
+/// On devices that report reserved memory, sequences take no more than earlier ones did at the same length: buffers are reused, whether a step has
+/// one token, or three of which two are rolled back. Longer sequences gather more, in larger buffers, so equal lengths are compared.
 pub fn decoding_reserves_nothing_more(devices: &[Device]) {
     const STEPS: usize = CONTEXT / 2;
     for device in devices {

@@ -1,4 +1,4 @@
-//! Recordings, and the tokens that decoding draws.
+//! Graph capture, and sampling.
 
 pub mod decoding;
 pub mod runs;

@@ -1,11 +1,11 @@
-//! Recordings: inputs that are overwritten, and runs of what was recorded.
+//! Graph capture: inputs that are overwritten, and replays.
 
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::sparse_attention;
 
 use crate::prelude::*;
 
-/// What is written is read, by the tensor and by tensors made of it before.
+/// A written value is read by the tensor and by tensors derived from it earlier.
 pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
     for device in devices {
         for device in [device.clone(), device.clone().autodiff()] {
@@ -24,7 +24,7 @@ pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
             let x = StaticInput::<1>::new(floats(0.5), &device).unwrap();
             for value in [1.5, -3.25] {
                 x.write(floats(value)).unwrap();
-                // Not in place of the input.
+                // Must not compute in place of the input.
                 let doubled = x.tensor() * 2.0;
                 assert_eq!(doubled.into_data(), floats(2.0 * value), "{device:?}");
                 assert_eq!(x.tensor().into_data(), floats(value), "{device:?}");
@@ -43,7 +43,7 @@ fn step(x: Tensor<4>, scale: Tensor<1>, layout: &BlockLayout) -> Result<[Tensor<
     Ok([out.inner(), gradient])
 }
 
-/// The same bits as without, at every run before the recording, at it and after, with work of other kinds in between.
+/// Equal bits as without capture, at every run before the capture, at it and after, with other work in between.
 pub fn replayed_runs_equal_plain_runs(devices: &[Device]) {
     let layout = Pattern::fixed(8, 2).layout(2, 64, 8).unwrap();
     for device in devices {
@@ -70,7 +70,7 @@ pub fn replayed_runs_equal_plain_runs(devices: &[Device]) {
             let factor = Tensor::from_data(scale(run), device);
             let expected = step(plain, factor, &layout).unwrap().map(Tensor::into_data);
             assert_eq!(got, expected, "run {run} on {device:?}");
-            // Other work between replays must not harm what they read.
+            // Other work between replays must not overwrite what they read.
             let _ = Tensor::<1, Bool>::full([1000 + run], true, device).into_data();
         }
         let recorded = replayed.is_recorded();

@@ -1,19 +1,19 @@
-//! Tokens drawn from logits, against what a sort in f64 says.
+//! Tokens sampled from logits, against a sort in f64.
 
 use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
 
 use crate::prelude::*;
 use crate::training::case::assert_plan;
 
-/// How near to a boundary between two tokens a draw may come out on either side: sums are f32.
+/// Distance from a boundary between two tokens within which a draw may give either: sums are f32.
 const NEAR: f64 = 1e-5;
 
-/// Logits with ties, and the rows that have something special.
+/// Returns logits with ties, and rows with special values.
 fn logits(rng: &mut ChaCha8Rng, rows: usize, vocab: usize) -> Vec<f32> {
     let mut logits: Vec<f32> = (0..rows * vocab)
         .map(|_| {
             let z: f32 = rng.random_range(-6.0..6.0);
-            // A third is one of few numbers.
+            // A third are integers, so that many are equal.
             if rng.random_range(0..3) == 0 {
                 z.round()
             } else {
@@ -28,7 +28,7 @@ fn logits(rng: &mut ChaCha8Rng, rows: usize, vocab: usize) -> Vec<f32> {
             5 => logits[vocab / 2] = f32::NEG_INFINITY,
             6 => logits[vocab / 3] = f32::INFINITY,
             7 => logits[0] = f32::NAN,
-            // What a penalty takes to infinity, and differences that no f32 is.
+            // Logits that the penalty makes infinite, and differences that overflow f32.
             8 => logits.fill(f32::MIN),
             9 => logits[vocab / 2] = f32::MAX,
             10 => {
@@ -56,7 +56,7 @@ fn options() -> Vec<SampleOptions> {
         plain.top_p(0.4).top_k(Some(7)),
         plain.min_p(0.11),
         plain.min_p(1.0),
-        // Temperatures and penalties that f32 does not have, or whose reciprocals it does not.
+        // Temperatures and penalties that f32 cannot represent, or whose reciprocals it cannot.
         plain.temperature(1e-42),
         plain.temperature(1e-60).top_p(0.5),
         plain.temperature(1e-320).min_p(0.3).top_k(Some(9)),
@@ -76,7 +76,7 @@ fn options() -> Vec<SampleOptions> {
     ]
 }
 
-/// The token of each row lies where the draw does, whatever counts.
+/// The token of each row contains the draw in its cumulative interval, for all options.
 pub fn sampled_tokens_are_those_of_a_sort(devices: &[Device]) {
     for device in devices {
         let mut rng = seeded(11);
@@ -135,7 +135,7 @@ pub fn sampled_tokens_are_those_of_a_sort(devices: &[Device]) {
     }
 }
 
-/// Ten thousand draws within four standard deviations.
+/// Ten thousand draws are within four standard deviations.
 pub fn sampled_tokens_follow_the_probabilities(devices: &[Device]) {
     let rows = 10_000;
     for device in devices {

@@ -1,4 +1,4 @@
-//! Recordings of training: seeds, optimizers and whole steps.
+//! Graph capture of training: seeds, optimizers and whole steps.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -19,12 +19,12 @@ use crate::training::optim::read;
 
 type Op<'a> = dyn Fn(&Tensor<4>) -> Result<Tensor<4>, OpError> + 'a;
 
-/// Attention, a residual stream and plain dropout, each with its gradient.
+/// Runs attention, a residual stream and plain dropout, each with its gradient.
 fn dropped(x: Tensor<4>, seed: Seed) -> Result<Vec<TensorData>, OpError> {
     dropped_with(x, seed, || ())
 }
 
-/// The same, with something between forward and backward passes.
+/// Like [`dropped`], with a call between forward and backward passes.
 fn dropped_with(
     x: Tensor<4>,
     seed: Seed,
@@ -64,11 +64,11 @@ fn dropped_with(
     Ok(results)
 }
 
-/// A place in a table drops what its number drops, bit for bit, and follows it.
+/// A device seed drops the same elements as its value, bit for bit, and follows its changes.
 pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
     for device in devices {
         let x = Tensor::<4>::random([2, 2, 24, 16], Distribution::Default, device);
-        // Fusion may round what it runs between the ops another way the first time.
+        // Fusion may round the operations between the ops differently the first time.
         for _ in 0..3 {
             dropped(x.clone(), 1.into()).unwrap();
         }
@@ -86,7 +86,7 @@ pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
             assert_ne!(before.replace(of_place.clone()), Some(of_place));
         }
         let place = seed.seed();
-        // A backward pass may come after its seed is gone, and those of many epochs.
+        // A backward pass may come after its seed is dropped, and after those of many epochs.
         seed.write(11).unwrap();
         let of_place = dropped_with(x.clone(), place, || {
             drop(seed);
@@ -99,7 +99,7 @@ pub fn device_seeds_give_the_masks_of_their_numbers(devices: &[Device]) {
     }
 }
 
-/// What the fourth run of `closure` fails with, after three that do not.
+/// Returns the error of the fourth run of `closure`, after three that succeed.
 fn refused<T: std::fmt::Debug>(
     device: &Device,
     mut closure: impl FnMut(usize) -> Result<T, OpError>,
@@ -120,10 +120,10 @@ fn assert_is_recordings(error: &OpError) {
     assert!(matches!(error, OpError::Recording { .. }), "{error}");
 }
 
-/// Host data and numbers that replays would not take again are errors of the recorded run, and the device goes on.
+/// Host data and numbers that replays would not update are errors of the captured run, and the device stays usable.
 pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
     for device in devices {
-        // Elsewhere the closure runs again, and what backends do inside is not refused.
+        // On other devices the closure runs again, and nothing is refused.
         let records = is_cube(device);
         let q = Tensor::<4>::random([1, 2, 32, 16], Distribution::Default, device);
         let layout = |window| Pattern::local(window).layout(2, 32, 8).expect("fits");
@@ -179,13 +179,12 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
             assert!(matches!(error, OpError::NotInPlace { .. }), "{error}");
         }
 
-        // Nothing of it is left.
+        // The failed capture leaves no trace.
         assert_eq!(call(&warm, plain.clone()).unwrap().into_data(), expected);
         call(&layout(17), plain.clone()).unwrap().into_data();
     }
 }
 
-/// One matrix.
 #[derive(Module, Debug)]
 struct Linear {
     weight: Param<Tensor<2>>,
@@ -201,7 +200,7 @@ impl Linear {
     }
 }
 
-/// The error of a recorded step of the optimizer; `held` holds a clone of the parameters.
+/// Returns the error of a captured step of the optimizer; with `held` a clone shares the parameters.
 fn optimizer_refused(device: &Device, model: Linear, prepared: bool, held: bool) -> OpError {
     let mut optimizer = FusedAdamWConfig::new().init();
     let control = Rc::new(optimizer.control(&model).unwrap());
@@ -232,14 +231,14 @@ fn optimizer_refused(device: &Device, model: Linear, prepared: bool, held: bool)
     replayed.run().expect_err("a refusal")
 }
 
-/// Two matrices, of which one learns later.
+/// Two matrices, of which one starts learning later.
 #[derive(Module, Debug)]
 struct Two {
     first: Linear,
     second: Linear,
 }
 
-/// Bias corrections are those of each parameter's own steps, also where some begin to learn before steps are recorded.
+/// Bias corrections use each parameter's own steps, even if some start learning before the capture.
 pub fn replayed_steps_count_for_each_parameter(devices: &[Device]) {
     const ALONE: usize = 3;
     const STEPS: usize = 7;
@@ -299,7 +298,7 @@ pub fn replayed_steps_count_for_each_parameter(devices: &[Device]) {
     }
 }
 
-/// What training leaves: losses and norms of all steps, a loss of evaluation between them, the parameters and the optimizer's record.
+/// Results of training: losses and norms of all steps, an evaluation between them, the parameters and the optimizer's record.
 struct Trained {
     steps: Vec<Vec<f32>>,
     evaluated: Vec<f32>,
@@ -328,7 +327,7 @@ impl Setup {
             .init()
     }
 
-    /// Tokens and targets of a step.
+    /// Returns tokens and targets of a step.
     fn data(&self, step: usize) -> [TensorData; 2] {
         let (rows, context) = (self.batch, self.config.context);
         [0, 1].map(|offset| {
@@ -362,7 +361,7 @@ impl Setup {
         let mut moments = Vec::new();
         let steps = (0..self.steps)
             .map(|step| {
-                // At once: a read may be done when its bytes are first looked at, and the next replay overwrites them.
+                // Read at once: a read may be lazy, and the next replay overwrites the buffer.
                 let measured = take(step).try_into_vec_as::<f32>().unwrap();
                 if step % 7 == 3 || step + 1 == self.steps {
                     let state = state.borrow();
@@ -397,7 +396,7 @@ impl Setup {
         self.trained(device, take, &state)
     }
 
-    /// Also whether steps were replayed.
+    /// Trains with capture. Also returns whether steps were replayed.
     fn replayed(&self, device: &Device, model: SparseTransformer) -> (Trained, bool) {
         let mut optimizer = Self::optimizer();
         let control = Rc::new(optimizer.control(&model).unwrap());
@@ -436,16 +435,16 @@ impl Setup {
         (trained, recorded)
     }
 
-    /// Steps that are replayed and such that are not make the same bits.
+    /// Checks that replayed and plain steps give equal bits.
     fn check(&self, device: &Device, what: &str) {
-        // Fusion may round what it runs between the ops another way the first times.
+        // Fusion may round the operations between the ops differently the first times.
         let few = Setup {
             config: self.config.clone(),
             steps: 3,
             ..*self
         };
         few.plain(device, few.model(device));
-        // The first step writes a model beside the one that the clone shares.
+        // The first step writes to new buffers, because a clone shares the model's.
         let model = self.model(device);
         let plain = self.plain(device, model.clone());
         let (replayed, recorded) = self.replayed(device, model);
@@ -460,7 +459,7 @@ impl Setup {
     }
 }
 
-/// Of a width and a context, with dropout of everything.
+/// Makes a setup of a width and a context, with dropout everywhere.
 fn setup(
     [d_model, context]: [usize; 2],
     pattern: Pattern,
@@ -483,8 +482,8 @@ fn setup(
     }
 }
 
-/// Losses, norms, evaluations in between, parameters and moments are the same bits with steps that are replayed: with dropout of everything, a schedule and
-/// clipping, and with recomputation.
+/// Losses, norms, evaluations, parameters and moments have equal bits with replayed steps: with dropout everywhere, a schedule and clipping, and
+/// with recomputation.
 pub fn replayed_training_equals_plain_training(devices: &[Device]) {
     let fixed = |context: usize| Pattern::fixed(context / 4, context / 16);
     let mut ran = 0;
@@ -492,7 +491,7 @@ pub fn replayed_training_equals_plain_training(devices: &[Device]) {
         let mut setups = vec![setup([16, 32], fixed(32), Precision::F32, 24)];
         let kernels = is_cube(device);
         if kernels && device.supports_dtype(DType::BF16) {
-            // The kernels on tensor cores, where there are any.
+            // The kernels on tensor cores, if there are any.
             let mixed = setup([128, 256], fixed(256), Precision::Bf16, 24);
             let segments = Recompute::Segments(1.try_into().expect("one"));
             let keeping = Recompute::SegmentsSavingAttention(1.try_into().expect("one"));
@@ -513,13 +512,13 @@ pub fn replayed_training_equals_plain_training(devices: &[Device]) {
     assert_ran("replayed training", ran);
 }
 
-/// The same with blocks and keys that each step chooses anew.
+/// With blocks and keys that each step selects anew.
 pub fn replayed_training_chooses_as_plain_training(devices: &[Device]) {
     let texts = ["nsa:8,4,16,3,20", "dsa:12,2,2,16", "msa:8,3,16"];
     let mut ran = 0;
     for device in devices {
         for text in some_of(texts, 3) {
-            // Where no kernels take lists of blocks, their layouts are the host's.
+            // Without kernels for lists of blocks, their layouts are the host's, which cannot be captured.
             if text.starts_with("msa") && !is_cube(device) {
                 continue;
             }

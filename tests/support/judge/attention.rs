@@ -1,5 +1,4 @@
-//! Attention and its gradients in f64, pair by pair from a predicate: plain loops that share nothing
-//! with the code under test.
+//! Attention and its gradients in f64, pair by pair from a predicate, in plain loops that share nothing with the code under test.
 
 use crate::judge::rounding::Spread;
 use crate::prelude::*;
@@ -16,7 +15,7 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Of batch entries, heads and heads of keys; of queries and keys; of keys' and values' widths.
+    /// Makes sizes from batch, heads and KV heads; queries and keys; widths of keys and values.
     pub const fn new(
         [batch, heads, kv_heads]: [usize; 3],
         [seq_q, seq_kv]: [usize; 2],
@@ -52,7 +51,7 @@ impl Sizes {
 
 type Allowed = dyn Fn(usize, usize, usize, usize) -> bool;
 
-/// Inputs, the gradients of the output and of lse (0 unless asked for), and who attends to whom: `allowed(batch, head, i, j)`.
+/// Inputs, the gradients with respect to output and lse (0 by default), and the predicate of attended pairs: `allowed(batch, head, i, j)`.
 pub struct Problem {
     pub sizes: Sizes,
     pub q: Vec<f64>,
@@ -64,28 +63,27 @@ pub struct Problem {
     allowed: Box<Allowed>,
     scale: f64,
     softcap: Option<f64>,
-    /// `[heads]`: scores of a further key of each head, whose value is 0.
+    /// `[heads]`: sink logits, with value 0.
     pub sinks: Option<Vec<f64>>,
     /// `[heads]`: ALiBi slopes.
     pub slopes: Option<Vec<f64>>,
-    /// Dropout of the weights.
     pub dropout: Option<Dropout>,
     /// Added to the scores.
     pub bias: Option<Bias>,
-    /// Added to the scores by distance: `[heads or 1, 2 · reach + 1]`.
+    /// Relative bias, added to the scores: `[heads or 1, 2 · reach + 1]`.
     pub relative: Option<Relative>,
-    /// Asked for, and not computed: what is skipped is for a check to bound.
+    /// Softmax threshold of the call. Not computed here: checks bound the effect of skipped blocks.
     pub threshold: Option<f64>,
 }
 
-/// Biases of distances.
+/// Relative bias.
 pub struct Relative {
     pub shape: [usize; 2],
     pub values: Vec<f64>,
 }
 
 impl Relative {
-    /// The place of a key `ahead` of its query.
+    /// Returns the index for a key `ahead` of its query.
     fn place(&self, head: usize, ahead: i64) -> usize {
         let [heads, width] = self.shape;
         let reach = (width / 2) as i64;
@@ -107,35 +105,35 @@ impl Bias {
     }
 }
 
-/// What attention returns, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
+/// Outputs, and the gradients of `sum(out · grad_out) + sum(lse · grad_lse)`.
 pub struct Answer {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
-    /// `[batch, heads, seq_q]`: the largest score of each row, without the sink.
+    /// `[batch, heads, seq_q]`: largest score of each row, without the sink.
     pub max_scores: Vec<f64>,
     /// `[batch, heads, seq_q, seq_kv]`
     pub weights: Vec<f64>,
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
-    /// By the sinks, `[heads]`.
+    /// With respect to the sinks, `[heads]`.
     pub dsinks: Vec<f64>,
-    /// By the bias.
+    /// With respect to the bias.
     pub dbias: Vec<f64>,
-    /// By the biases of distances.
+    /// With respect to the relative bias.
     pub drelative: Vec<f64>,
-    /// The largest of the terms whose differences dq and dk are made of. A row with a single key has a gradient of 0, as the difference of
-    /// two of these: what rounding leaves of it is relative to them.
+    /// The largest of the terms whose differences are dq and dk. A row with a single key has gradient 0, the difference of two of these, so its
+    /// rounding error is relative to them.
     pub score_terms: f64,
-    /// Likewise of a bias's, and the sum of them for the sinks.
+    /// Likewise for dbias; for the sinks their sum.
     pub bias_terms: f64,
     pub sink_terms: f64,
     pub relative_terms: f64,
-    /// What rows of out, dq, dk and dv, and the numbers of dbias, drelative and dsinks, are made of.
+    /// Parts of the rows of out, dq, dk and dv, and of the elements of dbias, drelative and dsinks.
     pub spreads: Spreads,
 }
 
-/// For each row of a tensor, in order, what it is made of.
+/// Parts of each row of a tensor, in order.
 #[derive(Default)]
 pub struct Spreads {
     pub out: Vec<Spread>,
@@ -147,7 +145,7 @@ pub struct Spreads {
     pub dsinks: Vec<Spread>,
 }
 
-/// Adds to what numbers are made of those parts that come of one row of queries, whose errors are one.
+/// Adds parts from one row of queries, whose errors are correlated, to the spreads of elements.
 fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, [f64; 3])>) {
     let mut sums: std::collections::BTreeMap<usize, [f64; 3]> = Default::default();
     for (place, part) in parts {
@@ -161,8 +159,7 @@ fn add_squares(spreads: &mut [Spread], parts: Vec<(usize, [f64; 3])>) {
     }
 }
 
-/// A result: its values, the terms that the largest of them are differences of, and what its rows are made of, which is not known of
-/// lse, largest scores and weights.
+/// A result: its values, the terms whose differences the largest of them are, and the parts of its rows, which lse, largest scores and weights lack.
 pub struct Expected<'a> {
     pub values: &'a [f64],
     pub terms: f64,
@@ -170,7 +167,6 @@ pub struct Expected<'a> {
 }
 
 impl Answer {
-    /// A result by its name.
     pub fn result(&self, name: &str) -> Expected<'_> {
         let spreads = &self.spreads;
         let (values, terms, rows): (&[f64], f64, &[Spread]) = match name {
@@ -194,19 +190,19 @@ impl Answer {
     }
 }
 
-/// Which bounds results are held to.
+/// Kind of error bound.
 #[derive(Clone, Copy, Debug)]
 pub enum Near {
     /// On a tensor, relative to its largest value.
     Tensor(f64),
-    /// On a tensor, relative to the terms, too, that its largest values are differences of.
+    /// On a tensor, relative also to the terms whose differences its largest values are.
     Terms(f64),
-    /// On each row, by what roundings to a dtype make of it.
+    /// On each row, from the roundings to a dtype.
     Rows(DType),
 }
 
 impl Answer {
-    /// Panics if a result is further away than each of the bounds says.
+    /// Panics if a result violates one of the bounds.
     pub fn assert(
         &self,
         what: &str,
@@ -236,7 +232,7 @@ impl Problem {
         allowed: impl Fn(usize, usize, usize, usize) -> bool + 'static,
     ) -> Self {
         let mut rng = seeded(seed);
-        // Sum of uniforms: near enough to normal, with a few scores above 1.
+        // A sum of uniforms is close enough to normal, with a few scores above 1.
         let mut number = |_| (0..4).map(|_| rng.random::<f64>() - 0.5).sum::<f64>() * 1.7;
         let mut normal = |shape: [usize; 4]| -> Vec<f64> {
             (0..shape.iter().product()).map(&mut number).collect()
@@ -266,7 +262,7 @@ impl Problem {
         self
     }
 
-    /// Gives lse a random gradient.
+    /// Sets a random gradient with respect to lse.
     pub fn with_grad_lse(mut self, seed: u64) -> Self {
         let mut rng = seeded(seed);
         let grads = self.grad_lse.iter_mut();
@@ -274,7 +270,7 @@ impl Problem {
         self
     }
 
-    /// Random sink logits.
+    /// Sets random sink logits.
     pub fn with_sinks(mut self, seed: u64) -> Self {
         let mut rng = seeded(seed);
         let heads = 0..self.sizes.heads;
@@ -282,7 +278,7 @@ impl Problem {
         self
     }
 
-    /// Adds `size` to the bias of every other pair and takes it from the others'.
+    /// Adds `size` to the bias of every other pair and subtracts it from the rest.
     pub fn add_alternating_bias(&mut self, size: f64) {
         let s = self.sizes;
         let bias = self.bias.get_or_insert_with(|| {
@@ -295,19 +291,19 @@ impl Problem {
         }
     }
 
-    /// ALiBi biases.
+    /// Sets ALiBi slopes.
     pub fn with_slopes(mut self, slopes: Vec<f64>) -> Self {
         self.slopes = Some(slopes);
         self
     }
 
-    /// Dropout of the weights.
+    /// Sets dropout of the weights.
     pub fn with_dropout(mut self, dropout: Dropout) -> Self {
         self.dropout = Some(dropout);
         self
     }
 
-    /// A random bias, which batch entries, heads and queries share as `shared` says.
+    /// Sets a random bias; `shared` tells whether batch entries, heads and queries share it.
     pub fn with_bias(mut self, seed: u64, shared: [bool; 3]) -> Self {
         let mut rng = seeded(seed);
         let s = self.sizes;
@@ -321,7 +317,7 @@ impl Problem {
         self
     }
 
-    /// Random biases of distances up to `reach`, which heads may share.
+    /// Sets random relative biases up to distance `reach`, which heads may share.
     pub fn with_relative(mut self, seed: u64, reach: usize, shared: bool) -> Self {
         let mut rng = seeded(seed ^ 0x7ab1e);
         let shape = [if shared { 1 } else { self.sizes.heads }, 2 * reach + 1];
@@ -331,7 +327,7 @@ impl Problem {
         self
     }
 
-    /// The options of a call that has them.
+    /// Returns the options of the call.
     pub fn asked(&self) -> AttentionOptions {
         let usual = 1.0 / (self.sizes.head_dim as f64).sqrt();
         let mut options = AttentionOptions::default();
@@ -343,7 +339,7 @@ impl Problem {
         options
     }
 
-    /// Rounds every input, so that the answer is that of inputs a dtype can hold.
+    /// Rounds every input to a dtype, so that the answer is that of representable inputs.
     pub fn round_to(&mut self, dtype: DType) {
         let inputs = [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out].into_iter();
         let bias = self.bias.as_mut().map(|bias| &mut bias.values);
@@ -356,8 +352,8 @@ impl Problem {
         self.solve_in(None)
     }
 
-    /// As tensor-core kernels do: p and ds are rounded before the second products, delta is of the rounded output, and every result
-    /// is rounded when it is written. Sums are f64.
+    /// Solves with the roundings of tensor-core kernels: p and ds are rounded before the second products, delta uses the rounded output, and every
+    /// result is rounded when it is written. Sums are f64.
     pub fn solve_rounded(&self, dtype: DType) -> Answer {
         let mut answer = self.solve_in(Some(dtype));
         let Answer {
@@ -409,7 +405,7 @@ impl Problem {
         answer
     }
 
-    /// `relative_terms`: what each distance's gradient is made of, without signs.
+    /// Solves a row. `relative_terms` receives the absolute terms of the gradient with respect to the relative bias.
     fn solve_row(
         &self,
         row: usize,
@@ -443,7 +439,7 @@ impl Problem {
             .collect();
         let cap = |x: f64| self.softcap.map_or(x, |c| c * (x / c).tanh());
         let slope = |x: f64| self.softcap.map_or(1.0, |c| 1.0 - (x / c).tanh().powi(2));
-        // The last query sits at the last key.
+        // Queries are aligned with the last keys.
         let distance = |j: usize| (i as f64 + s.seq_kv as f64 - s.seq_q as f64 - j as f64).abs();
         let given = |j: usize| {
             let bias = self.bias.as_ref();
@@ -478,7 +474,7 @@ impl Problem {
         let dp: Vec<f64> = (keys.iter().zip(&factors))
             .map(|(&j, factor)| factor * dot(&d_out, &self.v[v_range(j)]))
             .collect();
-        // What enters the second products, and delta.
+        // Operands of the second products and of delta.
         let round = |mut values: Vec<f64>| {
             if let Some(dtype) = rounding {
                 round_to(&mut values, dtype);
@@ -491,7 +487,7 @@ impl Problem {
             add(&mut answer.dv[v_range(j)], p, &d_out);
         }
         let out = answer.out[out_range.clone()].to_vec();
-        // The same as the sum over dO · out, but of fewer terms.
+        // Equals the sum over dO · out, with fewer terms.
         let delta = match rounding {
             Some(_) => dot(&d_out, &round(out.clone())),
             None => dot(&p, &dp),
@@ -501,12 +497,12 @@ impl Problem {
             .collect();
         let ds = by_score.iter().zip(&raw).map(|(ds, &x)| ds * slope(x));
         let ds = round(ds.collect());
-        // What an error of 1 relative to each number of out, and to each weight that it is the sum of, makes of delta.
+        // Change of delta by a relative error of 1 in each element of out and in each weight that it sums.
         let of_numbers = d_out.iter().zip(&out);
         let of_weights = p.iter().zip(&dp);
         let of_delta = of_numbers.chain(of_weights).map(|(x, y)| (x * y).powi(2));
         let of_delta = of_delta.sum::<f64>().sqrt();
-        // Sinks are added to attention without them, whose delta is that much larger, and cancels.
+        // Kernels add sinks to attention without them, whose delta is larger by this factor, and cancels.
         let share: f64 = if sink.is_some() { p.iter().sum() } else { 1.0 };
         let of_delta_alone = of_delta / share.max(1e-30);
         let square = |x: &[f64]| dot(x, x);
@@ -544,11 +540,11 @@ impl Problem {
             ] {
                 spread.rounded += weight * factor;
                 spread.terms += weight * factor;
-                // Kernels multiply by dropout's factor behind the product: what is lost of a small weight grows by it.
+                // Kernels multiply by the dropout factor after the product, which magnifies the underflow of small weights.
                 spread.factors += factor * factors[k].powi(2);
             }
             let through = slope(raw[k]) * self.scale;
-            // dO · v, delta and the gradient of lse are terms of ds, the first two sums themselves.
+            // dO · v, delta and the gradient with respect to lse are terms of ds; the first two are sums themselves.
             let products = d_out.iter().zip(value);
             let products: f64 = products.map(|(x, y)| (x * y * factors[k]).powi(2)).sum();
             let parts = dp[k].abs() + delta.abs() / share.max(1e-30) + self.grad_lse[row].abs();

@@ -1,5 +1,5 @@
-//! One comparator: the largest error relative to the largest expected value, and where it is; and beside it each row's error in the
-//! 2-norm, relative to what the row is made of ([`rounding`](crate::judge::rounding)).
+//! The comparator: the largest error relative to the largest expected value, with its place; and each row's error in the 2-norm, relative to the
+//! parts of the row ([`rounding`](crate::judge::rounding)).
 
 use burn::tensor::kind::Basic;
 
@@ -7,12 +7,12 @@ use crate::gate;
 use crate::judge::rounding::{Rounding, Spread};
 use crate::prelude::*;
 
-/// Inputs are of size 1, so results smaller than this are differences of larger terms (the gradient of a
-/// single score is 0 as 1 − 1) and are held to an absolute error.
+/// Inputs are of size 1, so smaller results are differences of larger terms (the gradient with respect to a single score is 1 − 1 = 0) and have an
+/// absolute tolerance.
 const SMALLEST_SCALE: f64 = 0.1;
 
-/// A tensor's numbers as they are now. `into_data` copies them from the device where they are first looked at, and what is computed in the tensor's
-/// place until then is copied with them (Burn 0.22.1).
+/// Reads a tensor's present elements. `into_data` copies lazily from the device, at the first access, so it would include later in-place changes
+/// (Burn 0.22.1).
 pub fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> TensorData {
     let data = tensor.into_data();
     let _ = data.as_bytes();
@@ -20,12 +20,12 @@ pub fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> TensorData {
     data
 }
 
-/// Largest `|got − expected| / max |expected|`; infinite values must agree exactly.
+/// Returns the largest `|got − expected| / max |expected|`, and its index; infinite values must be equal.
 pub fn relative_error(got: &[f64], expected: &[f64]) -> (f64, usize) {
     error_relative_to(0.0, got, expected)
 }
 
-/// [`relative_error`] where the expected values are differences of `terms`.
+/// [`relative_error`] for expected values that are differences of `terms`.
 pub fn error_relative_to(terms: f64, got: &[f64], expected: &[f64]) -> (f64, usize) {
     assert_eq!(got.len(), expected.len(), "number of elements");
     let scale = (expected.iter())
@@ -46,12 +46,12 @@ pub fn error_relative_to(terms: f64, got: &[f64], expected: &[f64]) -> (f64, usi
     worst
 }
 
-/// Panics, naming the worst coordinate, if the relative error is above `tolerance`.
+/// Panics, naming the worst coordinate, if the relative error exceeds `tolerance`.
 pub fn assert_close(what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
     assert_close_to(0.0, what, got, expected, tolerance);
 }
 
-/// [`assert_close`] where the expected values are differences of `terms`.
+/// [`assert_close`] for expected values that are differences of `terms`.
 pub fn assert_close_to(terms: f64, what: &str, got: TensorData, expected: &[f64], tolerance: f64) {
     let shape = got.shape().clone();
     let got = to_f64(got);
@@ -81,7 +81,7 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     squares.sum::<f64>().sqrt()
 }
 
-/// The largest error of a row in the 2-norm over what it may be in `dtype`, and the row. Rows are as many as `rows`.
+/// Returns the largest error of a row in the 2-norm relative to its bound in `dtype`, and the row.
 pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -> (f64, usize) {
     assert_eq!(got.len(), expected.len(), "number of elements");
     let rounding = Rounding::of(dtype);
@@ -102,8 +102,8 @@ pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -
     worst
 }
 
-/// Panics, naming the worst row, if a row errs by more than its roundings in `dtype` may make of it; likewise of each number of results
-/// whose terms are not known (lse, largest scores), which are of size 1 or larger.
+/// Panics, naming the worst row, if a row's error exceeds the bound of its roundings in `dtype`. Results without known parts (lse, largest scores),
+/// which are of size 1 or larger, are compared by element.
 pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DType) {
     let shape = got.shape().clone();
     let got = to_f64(got);
@@ -142,7 +142,7 @@ pub fn to_f64(data: TensorData) -> Vec<f64> {
     data.convert::<f64>().to_vec().expect("converted to f64")
 }
 
-/// Panics if numbers are further apart than that.
+/// Panics if an absolute difference exceeds `tolerance`.
 pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -151,7 +151,7 @@ pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Numbers as they are printed, of four digits: some are halfway between two of them.
+/// Compares with printed numbers of four digits. The tolerance allows for numbers halfway between two.
 pub fn assert_printed(what: &str, got: &[f64], printed: &[f64]) {
     assert_near(what, got, printed, 5.1e-5);
 }

@@ -1,4 +1,4 @@
-//! Calls of DeepSeek sparse attention in plain f64 loops: scores, choices, losses and their gradients.
+//! DeepSeek sparse attention in plain f64 loops: scores, selections, losses and their gradients.
 
 use std::slice::from_ref;
 
@@ -7,13 +7,13 @@ use burn_sparse_select::dsa::{Dsa, DsaIndex};
 use crate::judge::golden::{val, vals};
 use crate::prelude::*;
 
-/// So many keys are kept, of them near ones, with so many scores in memory at a time.
+/// Makes an op that keeps `keep` keys, of them `near` nearest ones, with `numbers` scores in memory at a time.
 pub fn dsa_of([keep, near]: [usize; 2], numbers: usize) -> Dsa {
     let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
     dsa.with_chunk_elements(numbers).unwrap()
 }
 
-/// An index, and the attention that it is for: one batch entry.
+/// An index, and the attention that it serves; one batch entry.
 #[derive(Clone)]
 pub struct Problem {
     pub index_heads: usize,
@@ -30,7 +30,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Of heads, of keys, and their width; of the indexer; without numbers.
+    /// Makes a problem from heads, KV heads and their width, and the indexer's heads and width; tensors are empty.
     pub fn of(
         [heads, kv_heads, head_dim]: [usize; 3],
         [index_heads, index_dim]: [usize; 2],
@@ -52,7 +52,7 @@ impl Problem {
     pub fn filled(self, seed: u64) -> Self {
         let mut rng = seeded(seed);
         let [seq_q, seq_kv] = self.seq;
-        // Numbers of f32, so that all devices have the same ones.
+        // f32 values, so that all devices get the same.
         let mut random = |count: usize| -> Vec<f64> {
             let numbers = drawn(&mut rng, count, -1.5f32..1.5);
             numbers.into_iter().map(f64::from).collect()
@@ -71,7 +71,7 @@ impl Problem {
         Self::of([4, 2, 5], [3, 6], seq).filled(seed)
     }
 
-    /// As a dtype has the numbers.
+    /// Rounds the tensors to a dtype.
     pub fn rounded(&self, dtype: DType) -> Self {
         let round = |x: &Vec<f64>| {
             let mut rounded = x.clone();
@@ -96,7 +96,7 @@ impl Problem {
         }
     }
 
-    /// The last query alone.
+    /// Returns the problem of the last query.
     pub fn last_query(&self) -> Self {
         let last = |x: &[f64], width: usize| -> Vec<f64> {
             let heads = x.chunks(self.seq[0] * width);
@@ -116,13 +116,13 @@ impl Problem {
         query + self.seq[1] - self.seq[0]
     }
 
-    /// The scores of a query.
+    /// Returns the scores of a query.
     pub fn scores(&self, query: usize) -> Vec<f64> {
         let keys = self.index[1].chunks(self.index_dim);
         keys.map(|key| self.score(query, key)).collect()
     }
 
-    /// The score that a query gives a key.
+    /// Returns the score of a query and a key.
     fn score(&self, query: usize, key: &[f64]) -> f64 {
         let ([q, _, weights], width) = (&self.index, self.index_dim);
         let scale = 1.0 / ((self.index_heads * width) as f64).sqrt();
@@ -133,7 +133,7 @@ impl Problem {
         scale * (0..self.index_heads).map(of_head).sum::<f64>()
     }
 
-    /// The scores of blocks, by the means of their keys as a dtype has them.
+    /// Returns the scores of blocks, by the means of their keys in a dtype.
     pub fn block_scores(&self, query: usize, block: usize, dtype: DType) -> Vec<f64> {
         let score = |keys: &[f64]| {
             let rows = keys.chunks(self.index_dim);
@@ -148,7 +148,7 @@ impl Problem {
         blocks.map(score).collect()
     }
 
-    /// The keys that a query chooses in two stages, and by how much the last block and the last key are above the next.
+    /// Returns the keys that a query selects in two stages, and the least gap of the last selected block and key to the next.
     pub fn choice_in_blocks(
         &self,
         query: usize,
@@ -179,7 +179,7 @@ impl Problem {
         (chosen, of_blocks.min(of_keys))
     }
 
-    /// The keys that a query chooses by scores, and by how much the last of them is above the next.
+    /// Returns the keys that a query selects by scores, and the gap of the last one to the next.
     pub fn choice_by(&self, scores: &[f64], query: usize, keeps: [usize; 2]) -> (Vec<usize>, f64) {
         self.choice_among(0..=self.position(query), scores, query, keeps)
     }
@@ -212,7 +212,7 @@ impl Problem {
         self.choice_by(&self.scores(query), query, [keep, near])
     }
 
-    /// What dense attention gives to the keys of a query, scaled to what they have of it.
+    /// Returns the target: dense attention restricted to a query's keys and normalized.
     pub fn wanted(&self, query: usize, scale: f64, keys: &[usize]) -> Vec<f64> {
         let mut dense = vec![0.0; self.position(query) + 1];
         for head in 0..self.heads {
@@ -224,14 +224,14 @@ impl Problem {
             let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
             add(&mut dense, 1.0 / self.heads as f64, &weights);
         }
-        // Attention gives nothing to later keys, which lists may have.
+        // Attention to later keys is 0; lists may contain them.
         let dense = |key: usize| dense.get(key).copied().unwrap_or(0.0);
         let total: f64 = keys.iter().map(|&key| dense(key)).sum();
         let total = total.max(1e-30);
         keys.iter().map(|&key| dense(key) / total).collect()
     }
 
-    /// The mean of `KL(t ‖ softmax x)` over the keys of each query, and its gradients with respect to the index.
+    /// Returns the mean of `KL(t ‖ softmax x)` over the queries, and its gradients with respect to the index.
     pub fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> (f64, [Vec<f64>; 3]) {
         let ([q, k, weights], width) = (&self.index, self.index_dim);
         let mut loss = 0.0;
@@ -262,13 +262,13 @@ impl Problem {
         (loss, grads)
     }
 
-    /// The elements of one tensor of the problems' indices, one after the other.
+    /// Concatenates one index tensor of all problems.
     pub fn parts(problems: &[Self], part: usize) -> Vec<f64> {
         let parts = problems.iter().flat_map(|problem| &problem.index[part]);
         parts.copied().collect()
     }
 
-    /// The indices of problems of one size as one batch.
+    /// Stacks the indices of problems of one size into a batch.
     pub fn index_of(problems: &[Self], device: &Device, dtype: DType) -> DsaIndex {
         let (batch, first) = (problems.len(), &problems[0]);
         let (heads, width, [seq_q, seq_kv]) = (first.index_heads, first.index_dim, first.seq);
@@ -283,7 +283,7 @@ impl Problem {
         Self::index_of(from_ref(self), device, dtype)
     }
 
-    /// The queries and keys of problems of one size as one batch.
+    /// Stacks the queries and keys of problems of one size into a batch.
     pub fn queries_and_keys_of(problems: &[Self], device: &Device, dtype: DType) -> [Tensor<4>; 2] {
         let (batch, of) = (problems.len(), &problems[0]);
         let all = |part: fn(&Self) -> &[f64]| problems.iter().flat_map(part).copied().collect();

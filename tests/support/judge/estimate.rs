@@ -1,10 +1,10 @@
-//! Queries and keys that selections choose by: as loops in f64 see them, and as devices get them.
+//! Queries and keys for selections: in f64 for loops, and as tensors for devices.
 
 use burn_sparse_select::{EstimateInputs, ReferenceInputs};
 
 use crate::prelude::*;
 
-/// A batch entry of queries and keys `[batch][heads][seq][width]`.
+/// Returns a batch entry of queries and keys `[batch][heads][seq][width]`.
 pub fn entry_of<'a>(
     sizes: Sizes,
     entry: usize,
@@ -29,7 +29,6 @@ pub fn entry_of<'a>(
     }
 }
 
-/// A call.
 pub struct Estimate {
     pub sizes: Sizes,
     pub scale: f64,
@@ -39,7 +38,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Of heads and heads of keys, positions and a width: causal, of one sequence.
+    /// Makes a causal call of one sequence from heads, KV heads, positions and width.
     pub fn of(
         [heads, kv_heads, seq, width]: [usize; 4],
         scale: f64,
@@ -55,7 +54,7 @@ impl Estimate {
         }
     }
 
-    /// Of sixteenths, which all dtypes have, so small that no head attends to a single key.
+    /// Draws multiples of 1/16, which all dtypes represent, so small that no head attends to a single key.
     pub fn drawn(sizes: Sizes, causal: bool, seed: u64) -> Self {
         let mut rng = seeded(seed);
         let mut sixteenths = |shape: [usize; 4]| -> Vec<f64> {
@@ -76,7 +75,7 @@ impl Estimate {
         entry_of(self.sizes, entry, rows, self.scale, self.causal)
     }
 
-    /// One head of a batch entry.
+    /// Returns one head of a batch entry.
     pub fn head(&self, entry: usize, head: usize) -> ReferenceInputs<'_> {
         let whole = self.entry(entry);
         let of = |head: usize, seq: usize| {

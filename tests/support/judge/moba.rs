@@ -1,13 +1,14 @@
-//! Problems of queries that choose for themselves (MoBA), with the choice in plain f64 loops.
+//! Problems with selection per query (MoBA), with the selection in plain f64 loops.
 
 use burn_sparse_select::{Always, Selection, attention_selected_with_lse};
 
 use crate::prelude::*;
 
-/// A query's own block alone.
+/// Forces a query's own block alone.
 pub const OWN: Always = Always { first: 0, local: 1 };
 
-/// The blocks that each query chooses between its forced ones, by falling score: `[batch · heads · seq_q]`; and the least difference of two scores that decides.
+/// Returns the blocks that each query selects besides its forced ones, by descending score, `[batch · heads · seq_q]`; and the least score gap that
+/// decides.
 pub fn choices(problem: &Problem, of: &Case) -> (Vec<Vec<usize>>, f64) {
     let (s, (block, keep, forced)) = (problem.sizes, (of.block, of.keep, of.forced));
     let count = keep.saturating_sub(forced.first.saturating_add(forced.local));
@@ -39,7 +40,7 @@ pub fn choices(problem: &Problem, of: &Case) -> (Vec<Vec<usize>>, f64) {
     (chosen, least)
 }
 
-/// The problem of attention over given choices and forced blocks.
+/// Makes the problem of attention over given selections and forced blocks.
 fn over_choices(case: &Case, seed: u64, chosen: Vec<Vec<usize>>) -> Problem {
     let (sizes, block, forced) = (case.sizes(), case.block, case.forced);
     Problem::random(sizes, seed, move |batch, head, i, j| {
@@ -77,7 +78,7 @@ pub const CASE: Case = Case {
     forced: OWN,
 };
 
-/// Queries and keys, the block, blocks that are kept, and what the cases have other than [`CASE`].
+/// Queries and keys, block size, number of blocks kept, and settings that differ from [`CASE`].
 const TABLE: &str = "
     blocks of 16                  | 96 96     | 16  | 3   |
     ragged, grouped heads         | 83 83     | 8   | 4   | heads 4 2
@@ -115,7 +116,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    /// The case with what is said.
+    /// Applies settings to the case.
     pub fn with(mut self, rest: &'static str) -> Self {
         for (word, numbers) in settings(rest) {
             match word {
@@ -150,7 +151,7 @@ impl Case {
         selection
     }
 
-    /// The first problem from a seed on whose choices do not hang on a rounding.
+    /// Returns the first problem, from a seed on, whose selection no rounding can change.
     pub fn problem(&self, seed: u64, dtype: DType) -> (Problem, Vec<Vec<usize>>) {
         for seed in seed.. {
             let mut drawn = Problem::random(self.sizes(), seed, |_, _, _, _| false);

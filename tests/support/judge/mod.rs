@@ -1,4 +1,4 @@
-//! What results have to be: plain loops in f64, numbers that were computed elsewhere, and how near is near.
+//! Expected results: plain loops in f64, externally computed values, and tolerances.
 
 pub mod attention;
 pub mod compare;

@@ -1,4 +1,5 @@
-//! MiniMax sparse attention in plain f64 loops, from its definition (MiniMax, 2026): block scores, choices, attention over them, and what the index branch learns by.
+//! MiniMax sparse attention in plain f64 loops, from its definition (MiniMax, 2026): block scores, selections, attention over them, and the loss of
+//! the index branch.
 
 use burn_sparse_select::msa::{Msa, MsaIndex};
 
@@ -27,7 +28,7 @@ const CASE: Case = Case {
     keep: 4,
 };
 
-/// Queries and keys, the block, blocks that are kept, and what else cases have other than [`CASE`].
+/// Queries and keys, block size, number of blocks kept, and settings that differ from [`CASE`].
 const TABLE: &str = "
     groups of two, ragged       | 90 90   | 8   | 4   |
     each head for itself        | 83 83   | 16  | 3   | heads 2 2
@@ -90,7 +91,7 @@ pub struct Index {
 }
 
 impl Index {
-    /// The first from a seed on whose choices do not hang on a rounding, as a dtype has its numbers.
+    /// Returns the first index, from a seed on, rounded to a dtype, whose selection no rounding can change.
     pub fn clear(case: Case, seed: u64, dtype: DType, gap: f64) -> Self {
         let ([_, groups], [seq_q, seq_kv]) = (case.heads, case.seq);
         let (batch, index_dim) = (case.batch, case.index_dim);
@@ -106,7 +107,7 @@ impl Index {
         drawn.find(is_clear).expect("one of them has no near ties")
     }
 
-    /// Lists: a batch entry, a head of keys and a query.
+    /// Lists batch entry, KV head and query of each list.
     pub fn rows(&self) -> impl Iterator<Item = [usize; 3]> {
         let (batch, [_, groups], [seq_q, _]) = (self.case.batch, self.case.heads, self.case.seq);
         let row = move |at| [at / seq_q / groups, at / seq_q % groups, at % seq_q];
@@ -120,14 +121,14 @@ impl Index {
         [row * index_dim, (batch * seq_kv + key) * index_dim]
     }
 
-    /// Of a query and a key.
+    /// Returns the score of a query and a key.
     pub fn score(&self, row: [usize; 3], key: usize) -> f64 {
         let width = self.case.index_dim;
         let [q, k] = self.places(row, key);
         dot(&self.q[q..][..width], &self.k[k..][..width]) / (width as f64).sqrt()
     }
 
-    /// The highest score of a block's keys.
+    /// Returns the highest score of a block's keys.
     pub fn block_score(&self, row: [usize; 3], block: usize) -> f64 {
         let keys = block * self.case.block..((block + 1) * self.case.block).min(self.case.seq[1]);
         keys.fold(f64::NEG_INFINITY, |most, key| {
@@ -135,7 +136,7 @@ impl Index {
         })
     }
 
-    /// The blocks that a query keeps, its own among them, ascending; and by how much the last that is chosen is above the next.
+    /// Returns the blocks that a query keeps, its own included, ascending; and the gap of the last selected block to the next.
     pub fn choice(&self, row: [usize; 3]) -> (Vec<usize>, f64) {
         let own = self.case.position(row[2]) / self.case.block;
         let scores: Vec<f64> = (0..own).map(|block| self.block_score(row, block)).collect();
@@ -151,7 +152,7 @@ impl Index {
         (kept, gap)
     }
 
-    /// The keys that a query attends to.
+    /// Returns the keys that a query attends to.
     pub fn keys(&self, row: [usize; 3]) -> Vec<usize> {
         let (blocks, _) = self.choice(row);
         let seen = 0..=self.case.position(row[2]);
@@ -167,7 +168,7 @@ impl Index {
         MsaIndex::new(q, k).unwrap()
     }
 
-    /// Attention over the choice.
+    /// Makes the problem of attention over the selection.
     pub fn problem(&self, seed: u64, dtype: DType) -> Problem {
         let (index, case) = (self.clone(), self.case);
         let group = case.heads[0] / case.heads[1];
@@ -181,7 +182,7 @@ impl Index {
         problem
     }
 
-    /// What the index branch learns by, over the chosen keys or all: the loss, and its gradients by its queries and keys.
+    /// Returns the loss of the index branch, over the selected keys or all, and its gradients with respect to its queries and keys.
     pub fn loss(&self, problem: &Problem, scale: f64, all: bool) -> (f64, [Vec<f64>; 2]) {
         let case = self.case;
         let ([heads, groups], [seq_q, seq_kv], [width, _]) = (case.heads, case.seq, case.dims);

@@ -15,11 +15,11 @@ pub struct Case {
     pub heads: [usize; 2],
     pub seq: [usize; 2],
     pub dims: [usize; 2],
-    /// Tokens of a compressed block, and from one to the next.
+    /// Block size and stride of compression.
     pub compressed: [usize; 2],
     pub selected: usize,
     pub keep: usize,
-    /// First and nearest blocks.
+    /// Numbers of first and of nearest blocks.
     pub forced: [usize; 2],
     pub window: usize,
 }
@@ -37,7 +37,7 @@ pub const CASE: Case = Case {
     window: 20,
 };
 
-/// What the cases have other than [`CASE`].
+/// Settings that differ from [`CASE`].
 pub const TABLE: &str = "
     two heads of two                                     |
     each head for itself, ragged                         | heads 2 2, seq 83 83
@@ -55,14 +55,14 @@ pub const TABLE: &str = "
     more than there are                                  | seq 50 50, keep 100, window 500
 ";
 
-/// The cases of a table.
+/// Returns the cases of a table.
 pub fn cases(plain: Case, table: &'static str) -> Vec<Case> {
     let case = |[name, rest]: [&'static str; 2]| Case { name, ..plain }.with(rest);
     rows(table).into_iter().map(case).collect()
 }
 
 impl Case {
-    /// The case with what is said.
+    /// Applies settings to the case.
     pub fn with(mut self, rest: &'static str) -> Self {
         for (word, numbers) in settings(rest) {
             match word {
@@ -106,7 +106,7 @@ impl Case {
         self.seq[1].div_ceil(self.selected)
     }
 
-    /// The position of a query.
+    /// Returns the position of a query.
     fn position(&self, row: usize) -> usize {
         row + self.seq[1] - self.seq[0]
     }
@@ -116,7 +116,7 @@ impl Case {
         entry * stride + block <= self.position(row) + 1
     }
 
-    /// Tokens that a compressed block and a chosen one share, in strides.
+    /// Returns the tokens that a compressed and a selected block share, in strides.
     pub fn overlap(&self, entry: usize, block: usize) -> f64 {
         let [width, stride] = self.compressed;
         let tokens = entry * stride..entry * stride + width;
@@ -129,7 +129,7 @@ impl Case {
         Sizes::new(heads, [self.seq[0], seq_kv], self.dims)
     }
 
-    /// Whether a query keeps a block whatever its attention sum.
+    /// Returns whether a query selects a block whatever its attention sum.
     fn is_forced(&self, row: usize, block: usize) -> bool {
         let own = self.position(row) / self.selected;
         let [first, local] = self.forced;
@@ -137,12 +137,12 @@ impl Case {
     }
 }
 
-/// Inputs of all branches, `[batch][heads][rows][width]`, and the gradient of the output.
+/// Inputs of all branches, `[batch][heads][rows][width]`, and the gradient with respect to the output.
 #[derive(Clone)]
 pub struct Inputs {
     pub case: Case,
     pub q: Vec<f64>,
-    /// Of tokens, also of the compressed branch.
+    /// Keys of tokens, of the compressed branch too.
     pub keys: [Vec<f64>; BRANCHES],
     pub values: [Vec<f64>; BRANCHES],
     /// `[batch][heads][rows][3]`.
@@ -175,7 +175,7 @@ impl Inputs {
         }
     }
 
-    /// Means of blocks of tokens, `[batch · kv_heads][entries][width]`.
+    /// Returns the means of blocks of tokens, `[batch · kv_heads][entries][width]`.
     pub fn means(&self, x: &[f64], width: usize) -> Vec<f64> {
         let ([block, stride], [_, seq]) = (self.case.compressed, self.case.seq);
         let mut means = Vec::new();
@@ -191,7 +191,7 @@ impl Inputs {
         means
     }
 
-    /// The gradient of tokens by that of their blocks' means.
+    /// Returns the gradient with respect to tokens from that with respect to their blocks' means.
     fn by_tokens(&self, grad: &[f64], width: usize) -> Vec<f64> {
         let ([block, stride], [_, seq]) = (self.case.compressed, self.case.seq);
         let entries = self.case.entries();
@@ -206,7 +206,7 @@ impl Inputs {
         tokens
     }
 
-    /// `p[batch][heads][rows][entries]`, the attention to compressed blocks of these keys, `[batch · kv_heads][entries][width]`.
+    /// Returns the attention `p[batch][heads][rows][entries]` to compressed keys `[batch · kv_heads][entries][width]`.
     pub fn compressed_attention(&self, keys: &[f64]) -> Vec<f64> {
         let case = &self.case;
         let ([heads, kv_heads], [head_dim, _]) = (case.heads, case.dims);
@@ -227,7 +227,7 @@ impl Inputs {
         p
     }
 
-    /// What blocks are chosen by, `[batch · kv_heads · rows][blocks]`, of keys of compressed blocks.
+    /// Returns the attention sums for block selection, `[batch · kv_heads · rows][blocks]`, from compressed keys.
     pub fn attention_sums(&self, keys: &[f64]) -> Vec<Vec<f64>> {
         let case = &self.case;
         let ([heads, kv_heads], rows, entries) = (case.heads, case.seq[0], case.entries());
@@ -254,7 +254,8 @@ impl Inputs {
         lists.collect()
     }
 
-    /// The blocks that queries keep beside the forced ones, by falling attention sum, `[batch · kv_heads · rows]`; and by how much the last of each is above the next.
+    /// Returns the blocks that queries select besides the forced ones, by descending attention sum, `[batch · kv_heads · rows]`; and the gap between
+    /// the last selected block and the next.
     pub fn chosen(&self, attention_sums: &[Vec<f64>]) -> (Vec<Vec<usize>>, Vec<f64>) {
         let case = &self.case;
         let rows = case.seq[0];
@@ -280,7 +281,7 @@ impl Inputs {
         lists.unzip()
     }
 
-    /// The attention of each branch as a problem of its own; `chosen` are blocks beside the forced ones.
+    /// Returns each branch's attention as a problem; `chosen` are blocks besides the forced ones.
     fn problems(&self, chosen: Vec<Vec<usize>>) -> [Problem; BRANCHES] {
         let case = self.case;
         let [head_dim, value_dim] = case.dims;
@@ -318,7 +319,7 @@ impl Inputs {
         self.gates[row * BRANCHES + branch]
     }
 
-    /// The branches, the output, and the gradients of `sum(out · grad_out)` by all inputs.
+    /// Returns the branches, the output, and the gradients of `sum(out · grad_out)` with respect to all inputs.
     pub fn solve(&self, chosen: Vec<Vec<usize>>) -> Results {
         let [head_dim, value_dim] = self.case.dims;
         let answers = self.problems(chosen).map(|problem| problem.solve());
@@ -347,7 +348,7 @@ impl Inputs {
         results
     }
 
-    /// The tensors: queries, keys and values of tokens of each branch, gates, and the gradient of the output.
+    /// Makes the tensors: queries, keys and values of each branch's tokens, gates, and the gradient with respect to the output.
     pub fn tensors(&self, device: &Device, dtype: DType) -> Tensors {
         let case = &self.case;
         let [heads, kv_heads] = case.heads;
@@ -388,7 +389,7 @@ impl Tensors {
         }
     }
 
-    /// What branches see, tokens of the first compressed by means.
+    /// Makes the keys and values of the branches; those of the first are compressed by means.
     pub fn keys_values(&self, nsa: &Nsa) -> NsaKeysValues {
         let [k, selected_k, window_k] = self.keys.clone();
         let [v, selected_v, window_v] = self.values.clone();
@@ -400,7 +401,7 @@ impl Tensors {
         }
     }
 
-    /// The results of [`Inputs::solve`] that a device gives.
+    /// Returns the results of [`Inputs::solve`] as a device computes them.
     pub fn differentiated(self, nsa: &Nsa) -> Vec<(String, TensorData)> {
         let x = self.require_grad();
         let branches = nsa.branches(x.q.clone(), x.keys_values(nsa)).unwrap();

@@ -1,26 +1,26 @@
-//! Numbers from a seed, and numbers as tensors and back.
+//! Random numbers from seeds, and conversion to tensors and back.
 
 use rand::distr::uniform::SampleUniform;
 
 use crate::prelude::*;
 
-/// The numbers that follow from a seed.
+/// Returns the generator of a seed.
 pub fn seeded(seed: u64) -> ChaCha8Rng {
     ChaCha8Rng::seed_from_u64(seed)
 }
 
-/// `count` numbers from −1 to 1.
+/// Returns `count` numbers from −1 to 1.
 pub fn numbers(seed: u64, count: usize) -> Vec<f64> {
     uniform(&mut seeded(seed), count, 1.0)
 }
 
-/// `count` numbers from −`size` to `size`.
+/// Returns `count` numbers from −`size` to `size`.
 pub fn uniform(rng: &mut ChaCha8Rng, count: usize, size: f64) -> Vec<f64> {
     let number = |_| size * (rng.random::<f64>() * 2.0 - 1.0);
     (0..count).map(number).collect()
 }
 
-/// `count` numbers of a range.
+/// Returns `count` numbers of a range.
 pub fn drawn<T>(rng: &mut ChaCha8Rng, count: usize, range: std::ops::Range<T>) -> Vec<T>
 where
     T: SampleUniform + PartialOrd + Clone,
@@ -30,13 +30,13 @@ where
         .collect()
 }
 
-/// Scores that rules and orders may go wrong over: equal ones, zeros of both signs, tiny and infinite ones, and none.
+/// Scores that rules and orders may handle wrongly: ties, zeros of both signs, subnormal, infinite and NaN ones.
 #[rustfmt::skip]
 pub const ODD: [f32; 12] = [
     0.0, -0.0, 1.0, 1.0, -2.5, 1e-30, 1e-40, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN,
 ];
 
-/// Rounds to a dtype and back.
+/// Rounds numbers to a dtype and back.
 pub fn round_to(values: &mut Vec<f64>, dtype: DType) {
     let count = values.len();
     let data = TensorData::new(std::mem::take(values), [count]);
@@ -52,7 +52,7 @@ pub fn tensor<const D: usize>(
     Tensor::from_data(TensorData::new(values.to_vec(), shape), (device, dtype))
 }
 
-/// A tensor in f32.
+/// Makes a tensor in f32.
 pub fn floats<const D: usize>(values: &[f32], shape: [usize; D], device: &Device) -> Tensor<D> {
     let data = TensorData::new(values.to_vec(), shape);
     Tensor::from_data(data, (device, DType::F32))
@@ -63,7 +63,7 @@ pub fn ints<const D: usize>(values: &[i32], shape: [usize; D], device: &Device) 
     Tensor::from_data(data, (device, DType::I32))
 }
 
-/// Integers in the dtype that the device has for them.
+/// Makes a tensor in the device's default integer dtype.
 pub fn ints_of<const D: usize>(
     values: &[i32],
     shape: [usize; D],
@@ -80,18 +80,18 @@ pub fn bools<const D: usize>(
     Tensor::from_data(TensorData::new(values.to_vec(), shape), device)
 }
 
-/// The integers of a tensor, in i32.
+/// Reads an integer tensor as i32.
 pub fn read_ints<const D: usize>(x: Tensor<D, Int>) -> Vec<i32> {
     read(x).iter().collect()
 }
 
-/// The places of lists that name something: numbers that are not negative.
+/// Returns the nonnegative entries of a list.
 pub fn named(list: &[i32]) -> Vec<usize> {
     let places = list.iter().filter_map(|&place| usize::try_from(place).ok());
     places.collect()
 }
 
-/// The same numbers in a tensor that stores dimensions `a` and `b` the other way round, and that nothing has copied before.
+/// Returns the same tensor with dimensions `a` and `b` swapped in memory, without a copy before.
 pub fn stored_swapped<const D: usize>(x: &Tensor<D>, a: usize, b: usize) -> Tensor<D> {
     let stored = x.clone().swap_dims(a, b).into_data();
     Tensor::<D>::from_data(stored, (&x.device(), x.dtype())).swap_dims(a, b)
@@ -108,12 +108,12 @@ pub fn add(sums: &mut [f64], factor: f64, values: &[f64]) {
     }
 }
 
-/// The largest size of a number.
+/// Returns the largest absolute value.
 pub fn largest(values: &[f64]) -> f64 {
     values.iter().fold(0.0, |most, x| most.max(x.abs()))
 }
 
-/// The softmax of scores; nothing of no scores.
+/// Returns the softmax of scores; empty for no scores.
 pub fn softmax(scores: &[f64]) -> Vec<f64> {
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
@@ -121,7 +121,7 @@ pub fn softmax(scores: &[f64]) -> Vec<f64> {
     weights.into_iter().map(|weight| weight / total).collect()
 }
 
-/// `KL(wanted ‖ softmax scores)`, and its gradient with respect to the scores.
+/// Returns `KL(wanted ‖ softmax scores)`, and its gradient with respect to the scores.
 pub fn divergence(wanted: &[f64], scores: &[f64]) -> (f64, Vec<f64>) {
     let pairs = wanted.iter().zip(softmax(scores));
     let term = |(&t, x): (&f64, f64)| if t == 0.0 { 0.0 } else { t * (t / x).ln() };
@@ -129,7 +129,7 @@ pub fn divergence(wanted: &[f64], scores: &[f64]) -> (f64, Vec<f64>) {
     (pairs.map(term).sum(), by_scores)
 }
 
-/// The places of scores, the highest first, of equal ones the earlier.
+/// Sorts indices by descending score; ties go to the earlier.
 pub fn by_falling_score(
     places: impl IntoIterator<Item = usize>,
     score: impl Fn(usize) -> f64,
@@ -139,7 +139,7 @@ pub fn by_falling_score(
     order
 }
 
-/// `[m, k] · [k, n]`, by `lhs(row, k)` and `rhs(k, column)`.
+/// Multiplies `[m, k] · [k, n]`, with elements `lhs(row, k)` and `rhs(k, column)`.
 pub fn product(
     [m, k, n]: [usize; 3],
     lhs: impl Fn(usize, usize) -> f64,

@@ -2,13 +2,13 @@
 
 use crate::prelude::*;
 
-/// Where the stored values are in a dense `[batch, heads, seq_q, seq_kv]` tensor.
+/// Positions of the stored values in a dense `[batch, heads, seq_q, seq_kv]` tensor.
 pub struct Form {
     pub layout: BlockLayout,
     pub batch: usize,
     /// `[batch, blocks, b, b]`
     pub shape: [usize; 4],
-    /// For each stored value its place in the dense tensor; None where a pair is masked or no block is kept.
+    /// Index in the dense tensor for each stored value; None if the pair is masked or the slot has no block.
     pub places: Vec<Option<usize>>,
 }
 
@@ -53,7 +53,7 @@ impl Form {
         [self.batch, layout.heads(), layout.seq_q(), layout.seq_kv()]
     }
 
-    /// A random dense tensor that is 0 at masked pairs, and which pairs are allowed.
+    /// Returns a random dense tensor that is 0 at masked pairs, and the mask of allowed pairs.
     pub fn random_dense(&self, seed: u64) -> (Vec<f64>, Vec<bool>) {
         let mut rng = seeded(seed);
         let count = self.dense_shape().iter().product();
@@ -65,7 +65,7 @@ impl Form {
         (dense, allowed)
     }
 
-    /// The stored form of a dense tensor. What is masked has another value, which must not matter.
+    /// Returns the stored form of a dense tensor. Masked pairs get the value `masked`, which must have no effect.
     pub fn stored(&self, dense: &[f64], masked: f64) -> Vec<f64> {
         let values = self.places.iter();
         values
@@ -74,7 +74,7 @@ impl Form {
     }
 }
 
-/// Dense products in f64: `x` and `y` are `[batch, heads or kv_heads, rows, columns]` of these sizes.
+/// Dense products in f64 of `x` and `y`, `[batch, heads or kv_heads, rows, columns]`.
 pub struct Dense {
     pub batch: usize,
     pub heads: usize,
@@ -101,7 +101,7 @@ impl Dense {
         row * self.dim..(row + 1) * self.dim
     }
 
-    /// Calls with batch, head, i, j and the place of the pair, for all pairs.
+    /// Calls `each` with batch, head, i, j and the index of the pair, for all pairs.
     pub fn pairs(&self, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
         for place in 0..self.batch * self.heads * self.seq_q * self.seq_kv {
             let (row, j) = (place / self.seq_kv, place % self.seq_kv);
@@ -110,7 +110,7 @@ impl Dense {
         }
     }
 
-    /// `a · bᵀ` at allowed pairs.
+    /// Computes `a · bᵀ` at allowed pairs.
     pub fn nt(&self, a: &[f64], b: &[f64], allowed: &[bool], kv_heads: usize) -> Vec<f64> {
         let mut w = vec![0.0; allowed.len()];
         self.pairs(|batch, head, i, j, place| {
@@ -144,7 +144,7 @@ impl Dense {
         out
     }
 
-    /// Softmax of `scale · w` and its gradient `dS` of `dP`.
+    /// Computes the softmax of `scale · w`, and the gradient `dS` from `dP`.
     pub fn softmax(&self, w: &[f64], dp: &[f64], allowed: &[bool], scale: f64) -> [Vec<f64>; 2] {
         let (mut p, mut ds) = (vec![0.0; w.len()], vec![0.0; w.len()]);
         for first in (0..w.len()).step_by(self.seq_kv) {

@@ -1,10 +1,10 @@
-//! Rows of numbers in eight bits each, as pages store them.
+//! Rows of 8-bit elements as pages store them.
 
 use burn_paged_attention::Quantization;
 
 use crate::prelude::*;
 
-/// Words and scales of rows, which are stored as they are: a row's largest number is the largest that can be stored. NaN rows are words of e4m3's NaN.
+/// Returns words and scales of rows that are exactly representable: a row's maximum is the largest 8-bit element. NaN rows are words of e4m3's NaN.
 pub fn packed(quantization: Quantization, rows: &[f64], width: usize) -> (Vec<i32>, Vec<f32>) {
     let mut all = (Vec::new(), Vec::new());
     for row in rows.chunks(width) {

@@ -1,4 +1,4 @@
-//! Random calls of attention over pages, and what they are in f64.
+//! Random calls of paged attention, and their results in f64.
 
 use burn_paged_attention::{
     PagedKeysValues, PagedOptions, PagedStore, PagedVisibility, Quantization, QuantizedPages,
@@ -9,22 +9,21 @@ use rand::seq::SliceRandom;
 use crate::judge::packed::packed;
 use crate::prelude::*;
 
-/// Sizes and options of a call.
 #[derive(Clone, Copy)]
 pub struct Case {
     pub batch: usize,
-    /// Of queries, and of keys.
+    /// Query heads and KV heads.
     heads: [usize; 2],
-    /// Whether each head of keys has a row of the table.
+    /// Whether each KV head has its own table row.
     own_tables: bool,
     rows: usize,
     page: usize,
-    /// Of keys, and of values.
+    /// Widths of keys and values.
     widths: [usize; 2],
     timed: bool,
     visibility: bool,
     selected: bool,
-    /// Whether some entries of the table are −1.
+    /// Whether some table entries are −1.
     holes: bool,
     /// Whether sequences are so long that several cubes share each.
     long: bool,
@@ -50,7 +49,7 @@ pub const PLAIN: Case = Case {
     fixed_split: None,
 };
 
-/// What the cases have other than [`PLAIN`]: heads of queries and of keys, a row of the table for each head of keys, widths of keys and of values.
+/// Settings that differ from [`PLAIN`]: query and KV heads, own table rows for KV heads, widths of keys and values.
 const TABLE: &str = "
     batch 6
     heads 3 3, own tables, widths 8 8
@@ -103,7 +102,7 @@ pub fn cases() -> Vec<Case> {
     rows(TABLE).into_iter().map(case).collect()
 }
 
-/// A slot of a page list: its number in the table, and the slot of its page.
+/// A slot of a page list: its table entry's value, and the slot within the page.
 #[derive(Clone, Copy)]
 struct Slot {
     id: usize,
@@ -113,10 +112,10 @@ struct Slot {
 #[derive(Clone)]
 pub struct Problem {
     pub case: Case,
-    /// How keys and values are stored: then they are what is stored.
+    /// Element type, if keys and values are quantized; `keys` and `values` are then the dequantized ones.
     quantization: Option<Quantization>,
     tables: usize,
-    /// Numbers that a table may have.
+    /// Number of values that a table entry may have.
     ids: usize,
     max_pages: usize,
     q: Vec<f64>,
@@ -199,7 +198,7 @@ impl Problem {
         problem
     }
 
-    /// Positions of slots in the order of page lists; sequences begin at different positions.
+    /// Assigns positions to slots in the order of page lists; sequences begin at different positions.
     fn place(&mut self, rng: &mut ChaCha8Rng) {
         for entry in 0..self.case.batch {
             let mut longest = 0;
@@ -219,7 +218,7 @@ impl Problem {
         }
     }
 
-    /// NaN in slots that no page list names.
+    /// Fills slots that are in no page list with NaN.
     fn poison(&mut self) {
         let (page, [width, value_width]) = (self.case.page, self.case.widths);
         let mut used = vec![false; self.keys.len() / width];
@@ -243,7 +242,7 @@ impl Problem {
         }
     }
 
-    /// Slots by their definition, one by one, with their entries.
+    /// Lists slots one by one, by their definition, with their entries.
     fn entries(&self, entry: usize, table: usize) -> Vec<(usize, Slot)> {
         let row = entry * self.tables + table;
         let page = self.case.page;
@@ -264,7 +263,7 @@ impl Problem {
         slots.map(|(_, slot)| slot).collect()
     }
 
-    /// The problem with keys and values that were stored in eight bits, if their widths allow it.
+    /// Makes the problem with quantized keys and values; None if the widths do not allow it.
     pub fn quantised(seed: u64, case: Case, quantization: Quantization) -> Option<Self> {
         if case.widths.iter().any(|width| width % 4 > 0) {
             return None;
@@ -274,7 +273,7 @@ impl Problem {
         let stored = [&mut problem.keys, &mut problem.values].into_iter();
         for (numbers, width) in stored.zip(case.widths) {
             for (row, numbers) in numbers.chunks_mut(width).enumerate() {
-                // Rows of several sizes.
+                // Rows of several magnitudes.
                 let factor = [1.0, 0.25, 1.75][row % 3];
                 let rounded: Vec<f32> = numbers.iter().map(|x| (x * factor) as f32).collect();
                 let (words, scale) = quantization.quantize(&rounded);
@@ -318,7 +317,7 @@ impl Problem {
         round_to(&mut self.values, dtype);
     }
 
-    /// out and lse.
+    /// Returns out and lse.
     pub fn expected(&self) -> [Vec<f64>; 2] {
         let Case {
             batch, rows, page, ..
@@ -421,7 +420,7 @@ impl Problem {
         [output.out.into_data(), output.lse.into_data()]
     }
 
-    /// Tensor cores round weights to the values' dtype: each by as much as the result, of the largest value.
+    /// Compares with f64. Tensor cores round weights to the values' dtype, an error relative to the largest value.
     pub fn check(&self, what: &str, device: &Device, dtype: DType, tolerance: [f64; 2]) {
         let expected = self.expected();
         let finite = self.values.iter().copied().filter(|x| x.is_finite());

@@ -1,4 +1,4 @@
-//! Full attention in f64, and how much of it a choice keeps.
+//! Full attention in f64, and the recall of a selection.
 
 use burn_sparse_select::{Always, Budget, EstimateGrid, EstimateKind, Rule, ScoreGrid};
 
@@ -6,7 +6,7 @@ use crate::judge::estimate::Estimate;
 use crate::prelude::{dot, softmax};
 
 impl Estimate {
-    /// Attention of a head's queries from the first one given, as `[queries][keys]`.
+    /// Returns the attention of a head's queries from `first` on, as `[queries][keys]`.
     pub fn attention(&self, head: usize, first: usize) -> Attention {
         let call = self.entry(0);
         let row = |i: usize| {
@@ -20,19 +20,19 @@ impl Estimate {
     }
 }
 
-/// Blocks of so many queries and keys of a causal call.
+/// Makes the grid of a causal call with blocks of `block` queries and keys.
 pub fn square_grid(block: usize, seq: usize) -> ScoreGrid {
     EstimateGrid::square(block).of([seq; 2], true)
 }
 
-/// Attention of queries from the first one on: a query has as many numbers as it sees keys.
+/// Attention of queries from the first one on; a row has an element for each key that the query sees.
 pub struct Attention {
     pub first: usize,
     pub rows: Vec<Vec<f64>>,
 }
 
 impl Attention {
-    /// The mean over the queries of what they give the pairs that are kept.
+    /// Returns the mean over the queries of their attention to kept pairs.
     pub fn recall(&self, is_kept: impl Fn(usize, usize) -> bool) -> f64 {
         let of_row = |(row, p): (usize, &Vec<f64>)| -> f64 {
             let kept = (0..p.len()).filter(|&j| is_kept(self.first + row, j));
@@ -42,12 +42,12 @@ impl Attention {
         recall / self.rows.len() as f64
     }
 
-    /// [`recall`](Self::recall) of blocks, `[rows][blocks]`.
+    /// Returns the [`recall`](Self::recall) of blocks, `[rows][blocks]`.
     pub fn recall_of_blocks(&self, kept: &[Vec<bool>], block: usize) -> f64 {
         self.recall(|i, j| kept[i / block][j / block])
     }
 
-    /// What blocks of queries give blocks of keys, `[rows][blocks]`; nothing of queries before the first.
+    /// Returns the attention of query blocks to key blocks, `[rows][blocks]`; 0 for queries before the first.
     pub fn attention_sums(&self, grid: &ScoreGrid) -> Vec<f64> {
         let mut attention_sums = vec![0.0; grid.rows() * grid.blocks()];
         for (row, p) in self.rows.iter().enumerate() {
@@ -60,7 +60,7 @@ impl Attention {
     }
 }
 
-/// What a rule keeps of `[rows][blocks]` scores.
+/// Returns the blocks that a rule keeps by `[rows][blocks]` scores.
 pub fn kept(
     grid: &ScoreGrid,
     scores: &[f64],
@@ -75,7 +75,7 @@ pub fn kept(
         .collect()
 }
 
-/// The places that are true.
+/// Returns the indices of true elements.
 pub fn places(kept: &[bool]) -> Vec<usize> {
     (0..kept.len()).filter(|&at| kept[at]).collect()
 }

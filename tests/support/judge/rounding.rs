@@ -1,8 +1,8 @@
-//! How far roundings may move a row of a result: the row's own bound, beside the bound on a whole tensor.
+//! Bound of the rounding error of a row of a result, besides the bound of a whole tensor.
 //!
-//! A bound on the largest error over the largest value of a tensor says little about small rows: in causal attention the gradient of the
-//! last keys is a hundredth of the first ones', and a wrong one passes. So the judge also adds up, for each row of out, dq, dk and dv, the
-//! variance of what roundings may do to it, to first order and with each rounding independent of the others:
+//! A bound of the largest error relative to the largest value of a tensor says little about small rows: in causal attention the gradients of the
+//! last keys are a hundredth of those of the first, and wrong ones would pass. So for each row of out, dq, dk and dv the judge also adds up the
+//! variance that roundings may cause, to first order and with independent roundings:
 //!
 //! ```text
 //! out[i] = Σ p v        p rounded before the product, out on write
@@ -11,40 +11,41 @@
 //! dk[j]  = Σ ds q       the same
 //! ```
 //!
-//! A rounding of x to a dtype moves it by at most ε |x|, ε = 2⁻⁸ for bf16 and 2⁻¹¹ for f16, and by about 0.4 ε |x| on average over numbers. We
-//! take ε |x| for the standard deviation of each and allow `TIMES` of them. So with `Σ² x = Σ ‖x‖²`,
+//! A rounding of x to a dtype moves it by at most ε |x|, ε = 2⁻⁸ for bf16 and 2⁻¹¹ for f16, and by about 0.4 ε |x| on average. We take ε |x| as the
+//! standard deviation of each and allow `TIMES` of them. So with `Σ² x = Σ ‖x‖²`,
 //!
 //! ```text
 //! bound(row)² = (TIMES · ε)² (‖row‖² + Σ² of the rounded terms + Σ² of what delta's error adds) + (1e-5 of the row and its terms)²
 //! ```
 //!
-//! The last summand is the arithmetic in f32 that everything else is done in, and for f32 and f64 inputs it is all there is (1e-5, 1e-12); its
-//! terms are those whose differences scores' gradients are: p times the sizes of dO·v, delta, their own summands and the gradient of lse.
+//! The last summand covers the f32 arithmetic of everything else, and is the only one for f32 and f64 inputs (1e-5, 1e-12). Its terms are those
+//! whose differences are the gradients with respect to scores: p times the sizes of dO·v, delta, their own summands and the gradient with respect to
+//! lse.
 //!
-//! Three cancellations are in the terms because they are in the arithmetic: a softcap's derivative is 1 − tanh², so its terms are those of
-//! 1; with sinks the kernels compute attention without them, whose delta is larger by one over the share of a row that the sink leaves; and
-//! weights below a ten-millionth, exponentials of large negative numbers, are held to an absolute error.
+//! The terms include three cancellations of the arithmetic. A softcap's derivative is 1 − tanh², so its terms are those of 1. With sinks the kernels
+//! compute attention without them, whose delta is larger by one over the share of a row that the sink leaves. Weights below a ten-millionth,
+//! exponentials of large negative numbers, have an absolute tolerance.
 //!
-//! Why it is tight and holds: `Problem::solve_rounded` makes those roundings in f64 arithmetic, which is what tensor-core kernels do but for
-//! the order of sums (and roundings of p before the row's maximum is known, by the same ε). Over the table of cases and two seeds, on all rows, its
-//! errors are at most 0.60 of the bound in either dtype (`simulated_roundings_stay_within_the_bound` holds them to 0.7, so that another order of
-//! sums has room, and to at least 0.3, so that the bound stays tight).
+//! The bound is valid and tight: `Problem::solve_rounded` makes those roundings in f64 arithmetic, like tensor-core kernels except for the order of
+//! sums (and roundings of p before the row's maximum is known, by the same ε). Over the table of cases and two seeds, on all rows, its errors are at
+//! most 0.60 of the bound in either dtype. `simulated_roundings_stay_within_the_bound` limits them to 0.7, so that other orders of sums fit, and
+//! requires at least 0.3, so that the bound stays tight.
 
 use crate::prelude::*;
 
-/// How many standard deviations of rounding a row may be off by.
+/// Number of standard deviations of rounding that a row may be off by.
 const TIMES: f64 = 3.0;
 
-/// What a dtype rounds by.
+/// Rounding errors of a dtype.
 #[derive(Clone, Copy, Debug)]
 pub struct Rounding {
-    /// Relative, where inputs and results are rounded; 0 where they are in the dtype of the sums.
+    /// Relative error of inputs and results; 0 if they are in the accumulation dtype.
     unit: f64,
-    /// Absolute, below the smallest normal number.
+    /// Absolute error below the smallest normal number.
     least: f64,
-    /// Of sums, relative to their terms.
+    /// Error of sums, relative to their terms.
     sums: f64,
-    /// Absolute, of weights: those below a ten-millionth are the exponential of a large negative number, and nobody sees their error.
+    /// Absolute error of weights: those below a ten-millionth are exponentials of large negative numbers, and their error has no effect.
     underflow: f64,
 }
 
@@ -64,7 +65,7 @@ impl Rounding {
         }
     }
 
-    /// The largest 2-norm of the error of a row, or of one number.
+    /// Returns the bound of the 2-norm of the error of a row, or of one element.
     pub fn bound(&self, expected: &[f64], spread: Spread) -> f64 {
         let norm: f64 = expected.iter().map(|x| x * x).sum();
         let roundings = norm + spread.rounded + spread.delta;
@@ -76,15 +77,15 @@ impl Rounding {
     }
 }
 
-/// What a row is made of: squared 2-norms, summed over its terms.
+/// Squared 2-norms of the parts of a row, summed over its terms.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Spread {
-    /// Terms whose differences the row is.
+    /// Terms whose difference is the row.
     pub terms: f64,
-    /// Products of numbers that are rounded.
+    /// Products of rounded factors.
     pub rounded: f64,
-    /// What a relative error of out in delta adds.
+    /// Effect of a relative error of out on delta.
     pub delta: f64,
-    /// What the rounded numbers are multiplied by, for numbers that are too small for their dtype.
+    /// Factors of the rounded elements, for elements below the range of their dtype.
     pub factors: f64,
 }

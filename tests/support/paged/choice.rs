@@ -1,4 +1,4 @@
-//! Choices of pages: what is known of pages, scores and picks, against loops in f64.
+//! Page selection: summaries, scores and selected pages, against f64 loops.
 
 use burn_paged_attention::summaries::{
     PageChoice, PageSummaries, page_scores, select_pages, summarize_stored, topk_pages,
@@ -9,11 +9,10 @@ use rand::seq::SliceRandom;
 
 use crate::prelude::*;
 
-/// Sizes of a call.
 #[derive(Clone)]
 struct Case {
     text: &'static str,
-    /// Of queries, and of keys.
+    /// Query heads and KV heads.
     heads: [usize; 2],
     own_tables: bool,
     page: usize,
@@ -21,7 +20,7 @@ struct Case {
     lengths: Vec<usize>,
 }
 
-/// A selection, heads of queries and of keys, whether heads of keys have rows of the table of their own, the page, the width, and lengths.
+/// A selection, query and KV heads, own or shared tables of KV heads, page size, width, and lengths.
 const TABLE: &str = "
     quest:16,64                          | 4 2 | shared | 16 | 16  | 1 16 17 150 300
     quest:16,48,share=sum                | 6 2 | own    | 16 | 20  | 100 15
@@ -110,7 +109,7 @@ impl Problem {
             spans,
             slots,
         };
-        // What no sequence has is not looked at.
+        // Slots of no sequence must have no effect.
         let mut is_used = vec![false; pages * case.page];
         for batch in 0..case.lengths.len() {
             for head in 0..kv_heads {
@@ -155,7 +154,7 @@ impl Problem {
         entry * page..((entry + 1) * page).min(self.case.lengths[batch])
     }
 
-    /// Of a page the rows of its summary.
+    /// Returns the rows of a page's summary.
     fn summary(&self, batch: usize, head: usize, entry: usize) -> Vec<f64> {
         let keys = self.keys_of_page(batch, entry);
         let column = |c: usize| keys.clone().map(move |key| self.key(batch, head, key)[c]);
@@ -173,7 +172,7 @@ impl Problem {
         }
     }
 
-    /// Keys as floats.
+    /// Returns float keys.
     fn plain(&self, device: &Device, dtype: DType) -> PagedStore {
         let shape = [self.pages, self.case.page, self.case.width];
         let keys = tensor(&self.keys, shape, device, dtype);
@@ -183,13 +182,13 @@ impl Problem {
         }
     }
 
-    /// Keys in eight bits a number, which the problem's are from here on.
+    /// Returns quantized keys, and rounds the problem's keys to them.
     fn quantized(&mut self, device: &Device, quantization: Quantization) -> PagedStore {
         let (case, [_, kv_heads], width) = (&self.case, self.case.heads, self.case.width);
         let (batch, tables, longest) = (case.lengths.len(), self.tables(), self.longest());
         let pages = [self.pages, case.page];
         let mut store = QuantizedPages::zeros(quantization, pages, [width, width], device).unwrap();
-        // What no sequence has is not looked at.
+        // Slots of no sequence must have no effect.
         store.key_scales = store.key_scales + f32::NAN;
         let mut k = vec![0.0; batch * kv_heads * longest * width];
         for (at, row) in k.chunks_mut(width).enumerate() {
@@ -220,7 +219,7 @@ impl Problem {
         let table = ints(&self.table, [batch, tables, self.entries], device);
         let spans = ints(&self.spans, [batch, tables, 4], device);
         let slots = ints(&self.slots, [batch, tables, longest], device);
-        // In two goes, the first of which ends within pages: what it says of those is said again.
+        // In two parts, of which the first ends within pages: the second updates their summaries.
         let summary = self.choice.summary;
         let of_summaries = match store {
             PagedStore::Plain { .. } => dtype,
@@ -278,7 +277,7 @@ impl Problem {
                     let size = group as f64 * (width as f64).sqrt();
                     let score = format!("{what}: score of page {at}");
                     assert_near(&score, &[got], &[expected], 1e-5 * size);
-                    // No product is above a bound, nor is a sum of them.
+                    // No dot product exceeds a bound, nor does a sum of them.
                     if summary == PageSummary::Bounds {
                         for key in self.keys_of_page(entry, at) {
                             let key = self.key(entry, head, key);
@@ -307,7 +306,7 @@ impl Problem {
     }
 }
 
-/// Picks `[batch, kv_heads, listed]` by scores `[batch, kv_heads, entries]`.
+/// Checks selected pages `[batch, kv_heads, listed]` against scores `[batch, kv_heads, entries]`.
 fn assert_picks(
     what: &str,
     picks: &Tensor<3, Int>,
@@ -359,7 +358,7 @@ pub fn chosen_pages_equal_f64(devices: &[Device]) {
     }
 }
 
-/// What is known of pages in eight bits a number is of the keys that they stand for.
+/// Summaries of 8-bit pages are those of the dequantized keys.
 pub fn chosen_quantised_pages_equal_f64(devices: &[Device]) {
     let words = |case: &Case| case.width.is_multiple_of(4);
     for (index, case) in cases().into_iter().filter(words).enumerate() {
@@ -378,7 +377,7 @@ pub fn chosen_quantised_pages_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Any scores: equal ones, numbers that are none, rows of all lengths and of more blocks than units hold.
+/// Any scores: ties, NaN, rows of all lengths and of more blocks than units hold.
 pub fn picks_of_any_scores(devices: &[Device]) {
     let mut rng = seeded(7100);
     let long: Vec<usize> = vec![16 * 40_000];
@@ -408,7 +407,7 @@ pub fn picks_of_any_scores(devices: &[Device]) {
                 1 => rng.random_range(0..7) as f32,
                 _ => ODD[rng.random_range(0..ODD.len())],
             };
-            // Sums of infinite numbers of both signs are none, in whatever order.
+            // Sums of infinities of both signs are NaN, in whatever order.
             let scores: Vec<f32> = (0..count).map(|_| score(&mut rng)).collect();
             let spans = lengths.iter().flat_map(|length| [*length as i32, 0, 0, 0]);
             let spans: Vec<i32> = spans.collect();

@@ -1,4 +1,4 @@
-//! Pools that evict keys: queries see what is kept, and scores are what attention gives.
+//! Pools with eviction: queries see the retained keys, and scores equal the attention.
 
 use std::sync::Arc;
 
@@ -21,12 +21,12 @@ const KV_HEADS: usize = 2;
 const WIDTH: usize = 32;
 const SEQ: usize = 41;
 
-/// Of the sequences that come and go: how many at a time, a prompt's tokens and all of them, and how many can be taken back.
+/// Most sequences at a time; tokens of a prompt and in total; tokens that can be rolled back.
 const MOST: usize = 4;
 const PROMPT: usize = 40;
 const LONGEST: usize = 120;
 const ROLLBACK: usize = 5;
-/// Calls, and what happens between them.
+/// Number of calls, with random events between them.
 const ROUNDS: usize = 60;
 
 fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
@@ -61,12 +61,12 @@ fn initialised(
     mha
 }
 
-/// Numbers whose products and sums are exact, whatever order and shape a product has, also where its factors are rounded to tf32: Burn's on CUDA.
+/// Rounds to numbers whose products and sums are exact in any order, even if factors are rounded to tf32, as Burn does on CUDA.
 fn on_grid<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     (x * 32.0).round() / 32.0
 }
 
-/// Of rows behind the output's product, and of sums of attention, whose factors are on no grid: Burn multiplies both.
+/// Returns the tolerance of rows after the output projection, and of sums of attention, whose factors are not such numbers; Burn multiplies both.
 fn tolerance(device: &Device, exact: f32) -> f32 {
     if is_cuda(device) { 5e-3 } else { exact }
 }
@@ -84,7 +84,7 @@ fn pool_config(config: EvictionConfig) -> KvPoolConfig {
         .with_eviction(config)
 }
 
-/// After a prompt, single tokens and several at once rows are those of one call whose queries see the keys that were kept.
+/// After a prompt, single tokens and several at once, rows equal those of one call whose queries see the retained keys.
 pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
     let adaptive = EvictionBudget::Adaptive { alpha: 0.2 };
     for device in devices {
@@ -146,7 +146,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
     }
 }
 
-/// What keys got of the attention is the same from a prompt at once and from its tokens one by one, some of which could be taken back; also with options.
+/// The sums of attention per key are the same from a whole prompt and token by token, with and without rollbacks; also with options.
 pub fn sums_of_attention_are_the_same_by_both_roads(devices: &[Device]) {
     let options = config(Pattern::causal())
         .with_rope(Some(RotaryEncodingConfig::new(SEQ, WIDTH / HEADS)))
@@ -192,7 +192,7 @@ struct Pair {
     alone_id: SequenceId,
 }
 
-/// Sequences join, grow, go back and leave in any order, of unequal lengths and over page edges: each gets what it gets in a pool of its own.
+/// Sequences join, grow, roll back and leave in any order, with unequal lengths and over page boundaries: each gets the same as in its own pool.
 pub fn sequences_of_a_batch_get_what_they_get_alone(devices: &[Device]) {
     let adaptive = EvictionBudget::Adaptive { alpha: 0.2 };
     let (heavy, recent) = (14, ROLLBACK + 1);
@@ -229,7 +229,7 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
     };
     let mut pool = pool_of(MOST);
     let mut pairs: Vec<Pair> = Vec::new();
-    // What the run is about has to come about.
+    // Ensures that the run covers evictions and page boundaries.
     let (mut evicted, mut over_edges) = (0, 0);
     for round in 0..ROUNDS {
         while pairs.len() < MOST && (pairs.is_empty() || rng.random_bool(0.5)) {
@@ -251,7 +251,7 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
                 over_edges += usize::from(gone && (len - back) / 16 < len / 16);
             }
         }
-        // Some of them, in any order, of unequally many tokens.
+        // Some of them, in random order, with different numbers of tokens.
         let mut chosen: Vec<usize> = (0..pairs.len()).filter(|_| rng.random_bool(0.7)).collect();
         for at in (1..chosen.len()).rev() {
             chosen.swap(at, rng.random_range(0..=at));

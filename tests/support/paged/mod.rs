@@ -1,4 +1,4 @@
-//! Attention over pages, and what stays in them.
+//! Paged attention, page selection and eviction.
 
 pub mod choice;
 pub mod eviction;

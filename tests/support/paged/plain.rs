@@ -1,4 +1,4 @@
-//! Attention over pages and writing into them, against loops in f64.
+//! Paged attention and writes into pages, against f64 loops.
 
 use burn_blocksparse::{OpPlan, merge_attention};
 use burn_paged_attention::{PagedKeysValues, PagedOptions, append_rows, paged_attention};
@@ -48,7 +48,7 @@ pub fn paged_attention_gives_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// With parts of a fixed size the other sequences of the batch do not matter.
+/// With splits of a fixed size the other sequences of the batch have no effect.
 pub fn paged_attention_with_fixed_split(devices: &[Device]) {
     for device in devices {
         let problem = Problem::new(5310, cases()[15]);
@@ -62,7 +62,7 @@ pub fn paged_attention_with_fixed_split(devices: &[Device]) {
             alone.table = pages.table.clone().narrow(0, entry, 1);
             alone.spans = pages.spans.clone().narrow(0, entry, 1);
             if entry % 2 == 1 {
-                // Room for more pages does not matter, either.
+                // Extra table capacity has no effect either.
                 let room = ints(&[-1; 40], [1, 1, 40], device);
                 alone.table = Tensor::cat(vec![alone.table, room], 2);
             }
@@ -75,7 +75,7 @@ pub fn paged_attention_with_fixed_split(devices: &[Device]) {
     }
 }
 
-/// Three ranges of keys and their merge, with numbers that were computed elsewhere.
+/// Three ranges of keys and their merge, with externally computed values.
 pub fn paged_attention_golden(devices: &[Device]) {
     for device in devices {
         let of = |of: usize| -> Vec<f64> {
@@ -115,7 +115,7 @@ pub fn paged_attention_golden(devices: &[Device]) {
     }
 }
 
-/// No queries, no sequences, no room in the table, no pages.
+/// No queries, no sequences, no table entries, no pages.
 pub fn paged_attention_of_nothing(devices: &[Device]) {
     for device in devices {
         for (batch, rows, max_pages, pages) in
@@ -140,14 +140,14 @@ pub fn paged_attention_of_nothing(devices: &[Device]) {
     }
 }
 
-/// Tensors that autodiff follows, and views.
+/// Tensors on an autodiff device, and views.
 pub fn paged_attention_leaves_the_graph(devices: &[Device]) {
     for device in devices {
         let problem = Problem::new(5400, cases()[6]);
         let tracked = device.clone().autodiff();
         let pages = problem.pages(&tracked, DType::F32);
         let q = problem.q(&tracked, DType::F32).require_grad();
-        // The same numbers, stored in another order.
+        // The same elements, stored in another order.
         let q = q.swap_dims(1, 3);
         let stored = Tensor::<4>::from_data(q.into_data(), (&tracked, DType::F32));
         let q = stored.require_grad().swap_dims(1, 3);
@@ -159,7 +159,7 @@ pub fn paged_attention_leaves_the_graph(devices: &[Device]) {
     }
 }
 
-/// The plan of a call, once it is known to be the device's.
+/// Returns the plan of a call, after checking that it is the device's.
 pub fn plan(problem: &Problem, device: &Device) -> OpPlan {
     let (q, pages) = (
         problem.q(device, DType::F32),
@@ -178,7 +178,7 @@ pub fn paged_attention_plans(devices: &[Device]) {
     }
 }
 
-/// Rows of two sequences in slots of pages, some of them nowhere; a clone keeps what it had.
+/// Rows of two sequences written to slots of pages, some of them not stored; a clone is unchanged.
 pub fn appended_rows(devices: &[Device]) {
     for device in devices {
         let mut dtypes = half_dtypes(device);
@@ -191,9 +191,9 @@ pub fn appended_rows(devices: &[Device]) {
     }
 }
 
-/// Rows of two sequences that go into slots of pages, some of them nowhere.
+/// Rows of two sequences for slots of pages, some of them not stored.
 pub struct Appended {
-    /// Batch entries, heads of keys, rows of each.
+    /// Batch entries, KV heads, rows of each.
     pub rows: [usize; 3],
     pub page: usize,
     pub pages: usize,
@@ -202,7 +202,7 @@ pub struct Appended {
 }
 
 impl Appended {
-    /// Of pages that heads of keys share, or that each has for itself.
+    /// Makes rows for pages that KV heads share, or with own tables.
     pub fn new(seed: u64, own_tables: bool) -> Self {
         let (rows, page) = ([2, 3, 4], 8);
         let [batch, kv_heads, count] = rows;
@@ -228,7 +228,7 @@ impl Appended {
         ints(&self.slots, [batch, self.tables, rows], device)
     }
 
-    /// Each row that goes somewhere, and the place in the pages that it goes to.
+    /// Returns each stored row with its place among the rows of all pages.
     pub fn places(&self) -> Vec<(usize, usize)> {
         let [batch, kv_heads, rows] = self.rows;
         let place = |at: usize| {
@@ -256,7 +256,7 @@ fn append_once(device: &Device, dtype: DType, own_tables: bool, widths: [usize; 
         let mut new = numbers(5520 + index as u64, batch * kv_heads * rows * width);
         round_to(&mut old, dtype);
         round_to(&mut new, dtype);
-        // What was there before does not matter.
+        // Former contents have no effect.
         let mut all = old.clone();
         for (from, to) in appended.places() {
             all[to * width..][..width].copy_from_slice(&new[from * width..][..width]);
@@ -272,7 +272,7 @@ fn append_once(device: &Device, dtype: DType, own_tables: bool, widths: [usize; 
     assert_close("keys", keys.clone().into_data(), &expected[0], 0.0);
     assert_close("values", values.clone().into_data(), &expected[1], 0.0);
     assert_close("a clone", clone.into_data(), &olds[0].1, 0.0);
-    // In place, and the same once more.
+    // In place, and once more.
     let [k, v] = [&news[0], &news[1]].map(Tensor::clone);
     let (keys, values) = append_rows(keys, values, k, v, of_slots).unwrap();
     assert_close("keys again", keys.into_data(), &expected[0], 0.0);

@@ -1,4 +1,4 @@
-//! Pages of numbers of eight bits: what is stored, and attention to it.
+//! 8-bit pages: stored elements, and attention to them.
 
 use burn_paged_attention::{
     PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
@@ -11,7 +11,7 @@ use crate::prelude::*;
 
 const KINDS: [Quantization; 2] = [Quantization::Int8, Quantization::Fp8E4m3];
 
-/// Pages with the rows of both written into page 0 and 1, without gaps.
+/// Makes pages with the rows of both written into page 0 and 1, without gaps.
 fn stored(kind: Quantization, rows: [&Tensor<4>; 2], device: &Device) -> QuantizedPages {
     let [_, _, count, width] = rows[0].dims();
     let value_width = rows[1].dims()[3];
@@ -21,7 +21,7 @@ fn stored(kind: Quantization, rows: [&Tensor<4>; 2], device: &Device) -> Quantiz
     append_quantized(pages, rows[0].clone(), rows[1].clone(), slots).unwrap()
 }
 
-/// The same words and scales as the definition's, of random rows in random slots, some of them nowhere; a clone keeps what it had.
+/// Words and scales equal the definition's, for random rows in random slots, some of them not stored; a clone is unchanged.
 pub fn quantised_rows(devices: &[Device]) {
     for device in devices {
         for kind in KINDS {
@@ -53,7 +53,7 @@ fn append_once(
     let (mut words, mut scales, mut news) = (Vec::new(), Vec::new(), Vec::new());
     for (index, width) in widths.into_iter().enumerate() {
         let mut new = numbers(5620 + index as u64, batch * kv_heads * rows * width);
-        // Rows of many sizes, and one of zeros.
+        // Rows of many magnitudes, and one of zeros.
         for (row, numbers) in new.chunks_mut(width).enumerate() {
             let factor = match row {
                 2 => 0.0,
@@ -77,7 +77,7 @@ fn append_once(
     }
     let [k, v] = [&news[0], &news[1]];
     let store = append_quantized(store, k.clone(), v.clone(), of_slots.clone()).unwrap();
-    // The same once more, in place.
+    // Once more, in place.
     for store in [
         store.clone(),
         append_quantized(store, k.clone(), v.clone(), of_slots).unwrap(),
@@ -102,7 +102,7 @@ fn append_once(
     assert!(read_ints(clone.keys).iter().all(|word| *word == 0));
 }
 
-/// Keys 0 to 3 of the golden input, and the scores of its query 11, with numbers that were computed elsewhere.
+/// Keys 0 to 3 of the golden input, and the scores of its query 11, with externally computed values.
 pub fn quantised_rows_golden(devices: &[Device]) {
     let of = |of: usize, from: usize, to: usize| -> Vec<f64> {
         let numbers = (from..to).flat_map(|i| (0..4).map(move |c| (i, c)));
@@ -197,7 +197,7 @@ pub fn quantised_rows_that_are_not_finite(devices: &[Device]) {
     }
 }
 
-/// Over the whole table of cases, attention to the numbers that are stored.
+/// Attention to the stored elements, on the whole table of cases.
 pub fn quantised_attention_equals_f64(devices: &[Device]) {
     for (index, case) in some_of(cases().into_iter().enumerate(), 3) {
         for kind in KINDS {
@@ -208,7 +208,7 @@ pub fn quantised_attention_equals_f64(devices: &[Device]) {
                 let mut problem = problem.clone();
                 problem.round_queries(dtype);
                 round_to(&mut problem.sinks, DType::F32);
-                // Scales and numbers are f32, whatever the queries are.
+                // Scales and dequantized elements are f32, whatever the dtype of queries.
                 let tolerance = tolerance.max(1e-6);
                 let what = format!("case {index}, {kind}");
                 problem.check(&what, device, dtype, [tolerance; 2]);

@@ -1,4 +1,4 @@
-//! Selection of blocks on devices, against the same in plain f64 loops.
+//! Selection of blocks on devices, against plain f64 loops.
 
 use burn_sparse_select::{
     Budget, EstimateInputs, EstimateKind, GqaReduction, ReferenceInputs, ScoreGrid, Selection,
@@ -7,7 +7,7 @@ use burn_sparse_select::{
 use crate::judge::estimate::Estimate;
 use crate::prelude::*;
 
-/// Of this width, if nothing else is said.
+/// Width unless stated otherwise.
 const DIM: usize = 16;
 
 const fn sizes(heads: [usize; 3], seq: [usize; 2]) -> Sizes {
@@ -23,7 +23,8 @@ const SIZES: [Sizes; 6] = [
     sizes([2, 6, 2], [5, 5]),
 ];
 
-/// Every method and every rule, and whether it takes calls of every key. The first rows of a causal call sum to whole numbers: no share of a few is one.
+/// Every method and rule, and whether it supports calls that are not causal. The first rows of a causal call sum to integers, so no share is one
+/// that few blocks reach exactly.
 const SELECTIONS: [(&str, bool); 23] = [
     ("topk:8,3", true),
     ("topk:16,ratio=0.3,1,0,share=mean", true),
@@ -50,7 +51,7 @@ const SELECTIONS: [(&str, bool); 23] = [
     ("minference:8,20,9,1,sinks=0,window=4,share=max", false),
 ];
 
-/// Which blocks a row of a head has.
+/// Returns the blocks of a row of a head, as flags.
 fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool> {
     let mut kept = vec![false; layout.kv_blocks()];
     let row = layout.row(layout.pattern_of(entry, head), row);
@@ -59,7 +60,7 @@ fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool>
     kept
 }
 
-/// The scores by which a head chooses, of loops.
+/// Returns a head's scores in loops, after sharing among heads.
 fn shared(scores: &[f64], sharing: GqaReduction, call: &ReferenceInputs, head: usize) -> Vec<f64> {
     let (group, len) = (call.heads / call.kv_heads, scores.len() / call.heads);
     let of = |head: usize, at: usize| scores[head * len + at];
@@ -78,7 +79,7 @@ fn shared(scores: &[f64], sharing: GqaReduction, call: &ReferenceInputs, head: u
     numbers.collect()
 }
 
-/// Scores on a device, of which those of some rows alone are the same.
+/// Returns scores on a device. Scores of some rows alone must be the same.
 fn scores_of(
     selection: &Selection,
     problem: &Estimate,
@@ -95,14 +96,14 @@ fn scores_of(
     if grid.rows() > 1 {
         let some = estimator.scores(call, 1..grid.rows()).unwrap();
         let same = scores.clone().slice_dim(2, 1..grid.rows());
-        // What is infinite as a number.
+        // Clamps infinities.
         let finite = |x: Tensor<4>| [("rows", x.clamp(-1e6, 1e6).into_data())];
         assert_alike(what, finite(some), finite(same), 1e-5);
     }
     to_f64(scores.into_data())
 }
 
-/// Scores of blocks that rows see equal those of loops.
+/// Panics if scores of visible blocks differ from those of loops.
 fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], tolerance: f64) {
     for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
         let (block, row) = (at % grid.blocks(), at / grid.blocks() % grid.rows());
@@ -112,7 +113,7 @@ fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], to
     }
 }
 
-/// Selections, heads and heads of keys, queries and keys, and a width.
+/// Selections; query and KV heads; queries and keys; width.
 const ANTIDIAGONALS: &str = "
     xattention:64,8,0.9   | 3 1 | 300 300   | 16
     xattention:128,8,0.9  | 2 2 | 130 333   | 16
@@ -124,8 +125,8 @@ const ANTIDIAGONALS: &str = "
     xattention:128,16,0.9 | 6 2 | 1500 1500 | 128
 ";
 
-/// The same of no more queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least; of
-/// several widths.
+/// Like [`ANTIDIAGONALS`], with fewer queries than a warpgroup's rows, with those of a tile, and with more; with heads whose pattern the means
+/// decide, others, both, and a minimum budget; with several widths.
 const LINES: &str = "
     flexprefill:64,0.73,0                   | 4 2 | 900 900   | 16
     flexprefill:64,0.73,2                   | 2 1 | 300 300   | 16
@@ -144,20 +145,21 @@ const LINES: &str = "
     minference:16,9,12,150,sinks=3,window=5 | 2 1 | 600 600   | 32
 ";
 
-/// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 128 groups, which tensor cores may sum up before they write. Devices without
+/// Sums over antidiagonals of half-precision elements, of blocks of 8 to 128 groups, which tensor cores may sum before they write. Devices without
 /// kernels round products to half precision.
 pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
     let ran = in_half_precision(devices, ANTIDIAGONALS, &[true, false]);
     assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
 }
 
-/// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written.
+/// Blocks that selected keys and distances touch, from the attention of the last queries in half precision, which tensor cores may sum before they
+/// write.
 pub fn lines_in_half_precision_equal_those_of_loops(devices: &[Device]) {
     let ran = in_half_precision(devices, LINES, &[true]);
     assert_ran("lines_in_half_precision_equal_those_of_loops", ran);
 }
 
-/// Scores of numbers in half precision equal those of loops, of a part of the calls with `BURN_SPARSE_SHARD`. How many were compared.
+/// Scores of half-precision elements equal those of loops, for a part of the calls with `BURN_SPARSE_SHARD`. Returns the number of comparisons.
 fn in_half_precision(devices: &[Device], table: &'static str, causals: &[bool]) -> usize {
     let mut ran = 0;
     let calls = rows(table);
@@ -185,8 +187,8 @@ fn in_half_precision(devices: &[Device], table: &'static str, causals: &[bool]) 
     ran
 }
 
-/// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
-/// is the same.
+/// Scores on a device equal those of loops, and so does the selection, except for scores that nearly equal one on the other side. Returns true if
+/// the selections are equal.
 fn check(selection: &Selection, problem: &Estimate, device: &Device) -> bool {
     let (sizes, causal) = (problem.sizes, problem.causal);
     let what = format!("{selection}, {sizes:?}, causal {causal}, {device:?}");
@@ -226,7 +228,7 @@ fn check(selection: &Selection, problem: &Estimate, device: &Device) -> bool {
     is_same
 }
 
-/// Attention over what was chosen on a device equals that over the layout that loops choose.
+/// Attention over the device's selection equals that over the layout from loops.
 fn check_attention(selection: &Selection, problem: &Estimate, device: &Device) {
     let call = problem.inputs(device, DType::F32);
     let chosen = selection.choose(&call).unwrap().layout;
@@ -244,7 +246,7 @@ fn check_attention(selection: &Selection, problem: &Estimate, device: &Device) {
     assert_alike(&what, got, expected, 1e-5);
 }
 
-/// Grouped heads, sizes of all kinds, every rule and every way to share.
+/// Grouped heads, many sizes, every rule and every way to share.
 pub fn choices_equal_those_of_loops(devices: &[Device]) {
     let (mut ran, mut same) = (0, 0);
     let (part, parts) = shard();
@@ -270,11 +272,11 @@ pub fn choices_equal_those_of_loops(devices: &[Device]) {
         }
     }
     assert_ran("choices_equal_those_of_loops", ran);
-    // Near sums are few.
+    // Near ties are few.
     assert!(same * 20 >= ran * 19, "{same} of {ran} are the same");
 }
 
-/// A call of every key is none of the methods that count distances back from a query.
+/// Methods that count distances back from a query refuse calls that are not causal.
 pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
     for device in devices {
         let problem = Estimate::drawn(SIZES[0], false, 1);
@@ -294,7 +296,7 @@ pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
     }
 }
 
-/// Of queries and keys that are no numbers something is chosen, and the same each time.
+/// Queries and keys with NaN and infinities give a selection, and the same each time.
 pub fn choices_of_what_is_no_number(devices: &[Device]) {
     let mut problem = Estimate::drawn(SIZES[0], true, 9899);
     let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30];
@@ -310,7 +312,7 @@ pub fn choices_of_what_is_no_number(devices: &[Device]) {
         for (text, _) in SELECTIONS {
             let selection: Selection = text.parse().unwrap();
             let v = call.q.zeros_like().slice_dim(1, 0..problem.sizes.kv_heads) + 1.0;
-            // Queries of zeros see all keys that are chosen alike.
+            // Queries of zeros weight all selected keys equally.
             let run = || {
                 let layout = selection.choose(&call).unwrap().layout;
                 let (q, k) = (call.q.zeros_like(), call.k.zeros_like());

@@ -1,4 +1,4 @@
-//! DeepSeek sparse attention, its choices and what its indexer learns by, against plain f64 loops.
+//! DeepSeek sparse attention, its selections and the losses of its indexer, against plain f64 loops.
 
 use std::slice::from_ref;
 
@@ -10,7 +10,7 @@ use crate::judge::golden::{val, vals};
 use crate::prelude::*;
 use crate::selection::prefix::Prefix;
 
-/// The keys of each query.
+/// Returns the keys of each query.
 pub fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
     let [_, _, _, most] = lists.keys().dims();
     let row = |row: &[i32]| {
@@ -22,7 +22,8 @@ pub fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
     keys.chunks(most).map(row).collect()
 }
 
-/// The loss, and its gradients with respect to the index, and not to queries and keys: as of a part of a loss, which is twice as large.
+/// Returns the loss, and its gradients with respect to the index. Queries and keys must get none. The loss is doubled, as if it were a part of a
+/// larger one.
 fn differentiated_loss(loss: Tensor<1>, index: &DsaIndex, qk: [&Tensor<4>; 2]) -> [TensorData; 4] {
     let grads = (loss.clone() * 2.0).backward();
     assert!(qk.iter().all(|x| x.grad(&grads).is_none()));
@@ -32,14 +33,13 @@ fn differentiated_loss(loss: Tensor<1>, index: &DsaIndex, qk: [&Tensor<4>; 2]) -
     [loss.into_data(), by_q, by_k, by_weights]
 }
 
-/// The index with gradients.
 fn require_grad(mut index: DsaIndex) -> DsaIndex {
     index.weights = index.weights.detach().require_grad();
     [index.q, index.k] = [index.q, index.k].map(|x| x.detach().require_grad());
     index
 }
 
-/// Panics if scores are not those of f64, or choices not those of the scores.
+/// Panics if scores differ from f64, or selections from the scores.
 pub fn assert_choices(
     what: &str,
     (problem, exact): (&Problem, &Problem),
@@ -58,7 +58,7 @@ pub fn assert_choices(
     }
 }
 
-/// Numbers that were computed elsewhere, of which one happens to be like a quarter of π.
+/// Externally computed values. One happens to be close to π / 4.
 #[allow(clippy::approx_constant)]
 pub fn dsa_golden(devices: &[Device]) {
     let problem = Problem::golden();
@@ -94,9 +94,9 @@ pub fn dsa_golden(devices: &[Device]) {
     }
 }
 
-/// Choices of any sizes: those of the scores that the device has, and those of f64, but for what a rounding decides.
+/// Selections of any sizes equal those by the device's own scores, and those of f64 unless a rounding decides.
 pub fn dsa_choices_equal_f64(devices: &[Device]) {
-    // Queries and keys, how many are kept, near ones among them, and scores in memory at a time.
+    // Queries and keys; numbers of kept keys and of near ones; scores in memory at a time.
     let sizes = [
         ([70, 70], 9, 0, 1 << 24),
         ([70, 70], 9, 4, 900),
@@ -106,13 +106,13 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
         ([40, 40], 100, 0, 1 << 24),
         ([1, 1], 1, 0, 1 << 24),
         ([200, 2100], 300, 7, 100_000),
-        // Of rows so long a cube has as many units as it may.
+        // Rows so long that a cube has the maximum of units.
         ([3, 9001], 2048, 0, 1 << 24),
-        // Few rows so long are cut.
+        // Few rows so long that each is cut.
         ([3, 50_001], 2048, 3, 1 << 24),
         ([2, 140_001], 2048, 7, 1 << 24),
         ([5, 65_536], 2048, 16, 2 * 65_536),
-        // Nearly all that there are.
+        // Nearly all keys are kept.
         ([1, 9001], 9000, 0, 1 << 24),
         ([60, 4100], 4000, 3, 1 << 24),
     ];
@@ -145,10 +145,10 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Of equal scores the earlier keys, also of those that are 0 of either sign, infinite or no number.
+/// Ties go to earlier keys, including scores of ±0, infinity and NaN.
 pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
     let [rows_of, seq] = [40, 600];
-    // One head of width 1: a score is the query's weight times what is above 0 of its product with the key.
+    // One head of width 1: a score is the query's weight times the ReLU of its product with the key.
     let mut problem = Problem::of([1, 1, 4], [1, 1], [rows_of, seq]).filled(10_900);
     let (inf, nan) = (f64::INFINITY, f64::NAN);
     let some = [-1.0, 0.0, 0.5, 1.0, 1.0 + 1e-6, 2.0, 1e-30, inf, nan];
@@ -172,9 +172,9 @@ pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
                 let scores = &scores[query * seq..][..=position];
                 let number = |key: usize| match (key + near > position, scores[key].is_nan()) {
                     (true, _) => f64::INFINITY,
-                    // As low as the lowest.
+                    // NaN sorts like −∞.
                     (_, true) => f64::NEG_INFINITY,
-                    // −0 is 0.
+                    // −0 equals 0.
                     _ => scores[key] + 0.0,
                 };
                 let order = by_falling_score(0..=position, number);
@@ -186,7 +186,7 @@ pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
     }
 }
 
-/// Of keys, and of blocks first: later tokens change nothing, and queries alone choose and see what they do among all.
+/// For keys, and for blocks first: later tokens change nothing, and queries alone select and see the same keys.
 pub fn dsa_is_prefix_stable(devices: &[Device]) {
     const BLOCKS: [usize; 2] = [4, 7];
     let (rows, keep) = (70, [8, 2]);
@@ -229,11 +229,11 @@ pub fn dsa_is_prefix_stable(devices: &[Device]) {
     }
 }
 
-/// What a loss is over: a target, and the keys of each query that it has, or all.
+/// Target of a loss, and the keys of each query; None for all keys.
 type Over<'a> = (DsaTarget<'a>, Option<&'a [Vec<usize>]>);
 
-/// The losses of problems as one batch with their gradients, twice with the same bits, against f64: each number within a share of the largest of its kind, and an
-/// absolute error.
+/// Compares the batch's losses and gradients with f64, twice with equal bits. Each element has a tolerance relative to the largest of its kind, plus
+/// an absolute one.
 fn check_losses(
     what: &str,
     (dsa, scale): (&Dsa, f64),
@@ -260,7 +260,7 @@ fn check_losses(
                 Some(lists) => lists[entry * problem.seq[0] + query].clone(),
                 None => (0..=problem.position(query)).collect(),
             });
-            // Of the mean over all entries.
+            // The loss is the mean over all entries.
             expected[0][0] += loss / count;
             for (all, own) in expected[1..].iter_mut().zip(grads) {
                 all.extend(own.into_iter().map(|x| x / count));
@@ -275,9 +275,9 @@ fn check_losses(
     }
 }
 
-/// Losses and all gradients of calls in several slabs, of batches, odd sizes and in half precision, twice with the same bits.
+/// Losses and all gradients equal f64: in several slabs, with batches, odd sizes and half precision, twice with equal bits.
 pub fn dsa_gradients_equal_f64(devices: &[Device]) {
-    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time.
+    // Query heads, KV heads and width; of the indexer; queries and keys; scores in memory at a time.
     let sizes = [
         ([4, 2, 5], [3, 6], [21, 29], 2 * 29 * 8),
         ([10, 1, 16], [9, 68], [70, 90], 2 * 90 * 50),
@@ -288,20 +288,20 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
         for (seed, (heads, index, seq, numbers)) in (11_200..).zip(sizes) {
             let shape = Problem::of(heads, index, seq);
             let problems = [seed, seed + 50].map(|seed| shape.clone().filled(seed));
-            // Kernels of each size and dtype take long to compile: those in half precision are of one size.
+            // Kernels of each size and dtype take long to compile, so half precision has one size.
             let of_size = dtypes
                 .iter()
                 .filter(|(dtype, _)| dtype.size() > 2 || seed == 11_200);
             for &(dtype, tolerance) in of_size {
                 let what = format!("{device:?}, {dtype:?}, {seq:?}, {heads:?}");
-                // As the device has them.
+                // Rounded like the device's tensors.
                 let problems = problems.each_ref().map(|problem| problem.rounded(dtype));
                 let autodiff = device.clone().autodiff();
                 let index = require_grad(Problem::index_of(&problems, &autodiff, dtype));
                 let pairs = Problem::queries_and_keys_of(&problems, &autodiff, dtype);
                 let dsa = dsa_of([7, 0], numbers);
                 let lists = dsa.choose(&index).unwrap();
-                // Lists of any keys, also of later ones.
+                // Lists of arbitrary keys, including later ones.
                 let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
                 let wild: Vec<i32> = wild.collect();
                 let wild = ints(&wild, [2, 1, seq[0], 6], device);
@@ -323,10 +323,10 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Scores, choices, losses and gradients in half precision, of whole and of odd widths, few heads and many, on one head of keys and on several, in several slabs:
-/// as tensor cores make them, where a device has some.
+/// Scores, selections, losses and gradients in half precision, on tensor cores if a device has them: aligned and odd widths, few and many heads, one
+/// and several KV heads, several slabs.
 pub fn dsa_in_half_precision(devices: &[Device]) {
-    // Heads, of keys, and width; of the indexer; queries and keys; scores in memory at a time; keys that are kept, of them near ones.
+    // Query heads, KV heads and width; of the indexer; queries and keys; scores in memory at a time; numbers of kept keys and of near ones.
     let sizes = [
         ([4, 2, 24], [3, 24], [30, 70], 70 * 16, [9, 4]),
         ([1, 1, 8], [1, 72], [40, 40], 1 << 20, [12, 0]),
@@ -343,7 +343,7 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
         ([4, 2, 48], [40, 64], [60, 300], 1 << 20, [30, 16]),
     ];
     for device in devices {
-        // Others have one kernel for all sizes. Kernels of each size take long to compile, so processes may share these.
+        // Other devices have one kernel for all sizes. On CUDA each size takes long to compile, so processes may share them.
         let (part, parts) = match is_cuda(device) {
             true => shard(),
             false => (0, sizes.len()),
@@ -380,7 +380,7 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Wrong sizes and numbers.
+/// Errors for wrong sizes and numbers.
 pub fn dsa_errors(devices: &[Device]) {
     let dsa = Dsa::new(4).unwrap();
     refused! {

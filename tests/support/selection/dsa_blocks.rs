@@ -1,4 +1,4 @@
-//! Choices of DeepSeek sparse attention in two stages, blocks first, against plain f64 loops.
+//! Two-stage selections of DeepSeek sparse attention, blocks first, against plain f64 loops.
 
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaLists};
 
@@ -6,22 +6,23 @@ use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 use crate::selection::dsa::rows;
 
-/// Numbers that were computed elsewhere.
+/// Externally computed values.
 pub fn dsa_blocks_golden(_: &[Device]) {
     let problem = Problem::golden();
     let printed = [-0.4483, -0.1184, -0.1438];
     let scores = problem.block_scores(15, 4, DType::F64);
     assert_printed("blocks of row 15", &scores[1..], &printed);
-    // Without blocks it is 4 instead of 14, of two keys of 0.
+    // Without blocks it would be 4 instead of 14; both keys have score 0.
     let (chosen, _) = problem.choice_in_blocks(15, [5, 0], [3, 4], DType::F64);
     assert_eq!(chosen, [0, 1, 2, 8, 14]);
 }
 
-/// Of an indexer heads and their width; queries and keys; keys that are kept, near ones among them; blocks and keys of each; scores in memory at a time.
+/// Heads of the indexer and their width; queries and keys; numbers of kept keys and of near ones; number and size of blocks; scores in memory at a
+/// time.
 type Sizes = ([usize; 2], [usize; 2], [usize; 2], [usize; 2], usize);
 
-/// Choices of any sizes are those of f64, but for what a rounding decides: of batches, few queries and many, near keys that reach into earlier blocks, a last
-/// block that is not whole, and few scores in memory at a time.
+/// Selections of any sizes equal f64 unless a rounding decides: batches, few queries and many, near keys that reach into earlier blocks, a partial
+/// last block, and few scores in memory at a time.
 pub fn dsa_choices_in_blocks_equal_f64(devices: &[Device]) {
     let sizes = [
         ([3, 6], [70, 70], [9, 0], [3, 8], 1 << 24),
@@ -39,7 +40,7 @@ pub fn dsa_choices_in_blocks_equal_f64(devices: &[Device]) {
     }
 }
 
-/// The same of as many queries as blocks are met by one after the other, where a device has kernels for that.
+/// Like [`dsa_choices_in_blocks_equal_f64`], with so many queries that kernels process blocks one after the other, on devices that have them.
 pub fn dsa_wide_choices_in_blocks_equal_f64(devices: &[Device]) {
     let sizes = [
         ([64, 128], [128, 520], [60, 1], [3, 128], 384 * 70),
@@ -48,7 +49,7 @@ pub fn dsa_wide_choices_in_blocks_equal_f64(devices: &[Device]) {
     ];
     for device in devices {
         for (number, sizes) in sizes.into_iter().enumerate() {
-            // Loops in f64 take long: of each size there is one type, and of one there is a batch.
+            // f64 loops take long: each size has one dtype, and one has a batch.
             let dtypes = half_dtypes(device).into_iter().skip(number % 2).take(1);
             for dtype in dtypes {
                 let entries = if number == 1 { 2 } else { 1 };
@@ -58,7 +59,7 @@ pub fn dsa_wide_choices_in_blocks_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Compares the choices of a batch with loops in f64, and in half precision also those in fp8, whose rows are what the device has.
+/// Compares the selections of a batch with f64 loops; in half precision also those in fp8, with the device's fp8 rows.
 fn compare(sizes: Sizes, entries: u64, device: &Device, dtype: DType, seed: u64) {
     let (of_index, seq, [keep, near], [blocks, block], numbers) = sizes;
     let dsa = dsa_of([keep, near], numbers);
@@ -84,7 +85,7 @@ fn compare(sizes: Sizes, entries: u64, device: &Device, dtype: DType, seed: u64)
     }
 }
 
-/// Panics if the choices of a batch are not those of its problems.
+/// Panics if the selections of a batch are not those of its problems.
 fn check(
     what: &str,
     dsa: &Dsa,
@@ -114,7 +115,7 @@ fn check(
     assert!(is_rounded || compared * 2 >= all, "{what}: {compared}");
 }
 
-/// Where queries choose all blocks, or see no more than they choose, nothing but the keys is chosen; of equal scores the earlier block, and the earlier key.
+/// If queries select all blocks, or see no more than they select, only keys are selected; ties go to the earlier block and the earlier key.
 pub fn dsa_blocks_of_all_keys(devices: &[Device]) {
     let problem = Problem::random(12_100, [60, 90]);
     let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
@@ -137,7 +138,7 @@ pub fn dsa_blocks_of_all_keys(devices: &[Device]) {
     }
 }
 
-/// Among keys that lists name: queries of sequences of unequal lengths choose as each does by itself.
+/// Among listed keys: queries of sequences of unequal lengths select as each does alone.
 pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
     let (lengths, listed, width) = ([61, 9, 40, 1, 80], 80, 6);
     let problems = (0..).zip(lengths).map(|(seed, length)| {
@@ -147,7 +148,7 @@ pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
     let dsa = Dsa::new(8).unwrap().with_near(1).unwrap();
     let dsa = dsa.with_blocks(3, 8).unwrap();
     let of = |part| Problem::parts(&problems, part);
-    // The keys of each behind those of the one before, from its last to its first.
+    // The keys of each sequence follow those of the one before, in reverse order.
     let (mut slots, mut ends) = (Vec::new(), Vec::new());
     let mut end = 0;
     for length in lengths {
@@ -187,7 +188,7 @@ pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
     }
 }
 
-/// Wrong numbers.
+/// Errors for wrong numbers.
 pub fn dsa_in_blocks_errors(_: &[Device]) {
     let dsa = Dsa::new(20).unwrap().with_near(9).unwrap();
     let blocks = dsa.with_blocks(4, 8).unwrap();

@@ -1,4 +1,4 @@
-//! An indexer's queries and keys in fp8: rows that are rotated and rounded, and choices by them.
+//! An indexer's queries and keys in fp8: rotated and rounded rows, and selections by them.
 
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget, HadamardFp8};
 
@@ -6,9 +6,9 @@ use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 use crate::selection::dsa::{assert_choices, rows};
 
-/// Rows are those of the host, bit for bit, scores those of f64 by them, and choices those of the scores; and nearly those of what is not rounded.
+/// Rows equal the host's bit for bit, scores equal f64 on these rows, selections follow the scores, and all are close to the unrounded ones.
 pub fn dsa_in_fp8(devices: &[Device]) {
-    // Heads of the indexer, and their width; queries and keys; keys that are kept, of them near ones; scores in memory at a time.
+    // Heads of the indexer and their width; queries and keys; numbers of kept keys and of near ones; scores in memory at a time.
     let sizes = [
         ([3, 8], [70, 70], [9, 4], 900),
         ([5, 64], [30, 90], [40, 0], 1 << 20),
@@ -17,10 +17,10 @@ pub fn dsa_in_fp8(devices: &[Device]) {
         ([2, 256], [20, 61], [33, 1], 1 << 20),
     ];
     for device in devices {
-        // Of fp8, whose sums have fewer digits.
+        // fp8 tensor cores sum with fewer digits.
         let tensor_cores = is_cuda(device);
         for (number, (of_index, seq, [keep, near], numbers)) in (0..).zip(sizes) {
-            // Each size has one dtype in half precision.
+            // Each size has one half-precision dtype.
             let halves = half_dtypes(device).into_iter().enumerate();
             let half = halves.filter(|(at, _)| number % 2 == *at);
             let exact = exact_dtypes(device).into_iter().map(|(dtype, _)| dtype);
@@ -43,7 +43,7 @@ pub fn dsa_in_fp8(devices: &[Device]) {
                     let found = to_f64(tensor.clone().into_data());
                     assert_eq!(found, expected.index[part], "{what}, {of:?}");
                 }
-                // Rounded once.
+                // Rounding is idempotent.
                 let again = index.clone().in_fp8().unwrap();
                 assert_eq!(again.q.to_data(), index.q.to_data());
 
@@ -70,7 +70,7 @@ pub fn dsa_in_fp8(devices: &[Device]) {
     }
 }
 
-/// Rows that are large in one number, zero, infinite or no numbers.
+/// Rows with one large element, zero, infinite or NaN rows.
 pub fn dsa_in_fp8_of_any_rows(devices: &[Device]) {
     let (rows, width) = (40, 32);
     let mut problem = Problem::of([1, 1, 4], [1, width], [rows, rows]).filled(11_990);
@@ -97,13 +97,13 @@ pub fn dsa_in_fp8_of_any_rows(devices: &[Device]) {
             let same = found.iter().zip(expected).all(is_same);
             assert!(same, "{device:?}, {row}: {found:?}, {expected:?}");
         }
-        // There is a choice all the same.
+        // There is a selection all the same.
         let lists = Dsa::new(30).unwrap().choose(&index).unwrap();
         assert_eq!(lists.keys().dims(), [1, 1, rows, 30]);
     }
 }
 
-/// On an autodiff device it is a constant; and what does not go.
+/// On an autodiff device the fp8 index is a constant. Errors for unsupported inputs.
 pub fn dsa_in_fp8_errors(devices: &[Device]) {
     let dsa = Dsa::new(4).unwrap();
     for device in devices {

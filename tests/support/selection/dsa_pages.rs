@@ -1,4 +1,4 @@
-//! Choices of an indexer among keys in pages, against those of keys side by side.
+//! Selections of an indexer among paged keys, against those among contiguous keys.
 
 use burn_paged_attention::dsa::{DsaPages, choose_in_pages};
 use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
@@ -8,12 +8,12 @@ use rand::seq::SliceRandom;
 use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 
-/// Page lists of these lengths in any order, and the queries of each.
+/// Page lists of these lengths in random order, and their queries.
 struct PageLists {
-    /// Of one query each.
+    /// One query each.
     problems: Vec<Problem>,
     page: usize,
-    /// Pages of all, and entries of the table.
+    /// Pages of the pool, and entries of the table.
     pages: usize,
     entries: usize,
     table: Vec<i32>,
@@ -34,7 +34,7 @@ impl PageLists {
         let mut table = Vec::new();
         for count in of_lists {
             table.extend(order.drain(..count));
-            // What stands behind the last is any page, or none.
+            // Entries after the last are arbitrary.
             table.extend((count..entries).map(|_| match rng.random_bool(0.5) {
                 true => -1,
                 false => 0,
@@ -49,7 +49,7 @@ impl PageLists {
         }
     }
 
-    /// The slot of a key of a page list.
+    /// Returns the slot of a key of a page list.
     fn slot(&self, page_list: usize, key: usize) -> usize {
         let entry = self.table[page_list * self.entries + key / self.page];
         entry as usize * self.page + key % self.page
@@ -58,7 +58,7 @@ impl PageLists {
     fn index(&self, device: &Device, dtype: DType) -> DsaPages {
         let page_lists = self.problems.len();
         let [heads, width] = [self.problems[0].index_heads, self.problems[0].index_dim];
-        // Numbers that no page list has are none.
+        // Slots in no page list hold NaN.
         let mut keys = vec![f64::NAN; self.pages * self.page * width];
         for (page_list, problem) in self.problems.iter().enumerate() {
             for (key, row) in problem.index[1].chunks(width).enumerate() {
@@ -81,18 +81,18 @@ impl PageLists {
     }
 }
 
-/// The slots of what is chosen of keys side by side, but for what a rounding decides: of page lists of unequal lengths, one query and many, tables that are longer
-/// than any page list, few scores in memory at a time, and heads of keys that share entries.
+/// Selected slots equal those of contiguous keys, unless a rounding decides: page lists of unequal lengths, one query and many, tables longer than
+/// any page list, few scores in memory at a time, and KV heads that share entries.
 pub fn dsa_chooses_in_pages(devices: &[Device]) {
-    // Of an indexer heads and their width; lengths of page lists; slots of a page, and entries to spare; keys that are kept, and near ones among them; scores in
-    // memory at a time; heads of keys.
+    // Heads of the indexer and their width; lengths of page lists; slots of a page, and spare entries; numbers of kept keys and of near ones; scores
+    // in memory at a time; KV heads.
     let rows = [
         ([3, 6], vec![70, 1, 33], 8, 2, [9, 0], 1 << 24, 1),
         ([3, 6], vec![70, 12, 33, 13, 64], 16, 0, [12, 3], 200, 2),
         ([1, 5], vec![40], 1, 5, [40, 1], 1 << 24, 3),
         ([4, 16], vec![900, 300, 4], 32, 9, [120, 2], 1 << 24, 2),
         ([64, 128], vec![530, 70], 16, 4, [64, 0], 1 << 24, 1),
-        // Rows that are cut, of which one has none in its second part, and one no more than are kept.
+        // Rows that are cut: one is empty in its second part, and one has no more keys than are kept.
         ([2, 8], vec![50_000, 7000, 300], 64, 3, [500, 2], 1 << 24, 1),
     ];
     for device in devices {
@@ -141,7 +141,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
     }
 }
 
-/// Attention to the slots that are chosen is attention to these keys.
+/// Attention to the selected slots equals attention to these keys.
 pub fn dsa_attends_in_pages(devices: &[Device]) {
     let (heads, kv_heads, width, page, keep) = (4, 2, 32, 16, 24);
     for device in devices {
@@ -184,7 +184,7 @@ pub fn dsa_attends_in_pages(devices: &[Device]) {
     }
 }
 
-/// What does not fit is said.
+/// Errors for arguments that do not match.
 pub fn dsa_in_pages_errors(devices: &[Device]) {
     for device in devices {
         let page_lists = PageLists::new(11_500, [3, 6], &[40, 20], 8, 0);

@@ -1,4 +1,4 @@
-//! Selection on the golden input, against numbers that were computed elsewhere.
+//! Selection on the golden input, against externally computed values.
 
 use burn_sparse_select::{
     Always, BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, Quest, Rule, ScoreGrid,
@@ -13,17 +13,17 @@ use crate::prelude::*;
 const ROWS: usize = 16;
 const BLOCK: usize = 4;
 
-/// Two heads of queries on one of keys.
+/// Two query heads on one KV head.
 fn golden(scale: f64) -> Estimate {
     Estimate::of([2, 1, ROWS, 4], scale, vals(0, 2, ROWS), vals(1, 1, ROWS))
 }
 
-/// The scores of an estimator in loops, `[heads][rows][blocks]`.
+/// Returns the scores of an estimator in loops, `[heads][rows][blocks]`.
 fn scores(estimator: &impl BlockEstimator, dense: &Estimate) -> Vec<f64> {
     estimator.reference(&dense.entry(0))
 }
 
-/// What a head's rows keep.
+/// Returns the blocks that a head's rows keep.
 fn choice(
     scores: &[f64],
     head: usize,
@@ -37,12 +37,12 @@ fn choice(
     kept(&grid, scores, kind, keep, forced)
 }
 
-/// The same of scores that are shares.
+/// Like [`choice`], for probabilities.
 fn likeliest(scores: &[f64], head: usize, keep: Budget, forced: [usize; 2]) -> Vec<Vec<bool>> {
     choice(scores, head, EstimateKind::Probability, keep, forced)
 }
 
-/// A grid with a row for each query.
+/// Makes a grid with a row per query.
 fn by_queries() -> ScoreGrid {
     ScoreGrid {
         query_rows: 1,
@@ -54,7 +54,7 @@ fn lists(kept: &[Vec<bool>]) -> Vec<Vec<usize>> {
     kept.iter().map(|row| places(row)).collect()
 }
 
-/// The mean over queries 8 to 15.
+/// Returns the attention of queries 8 to 15.
 fn late(dense: &Estimate, head: usize) -> Attention {
     dense.attention(head, 8)
 }
@@ -74,7 +74,7 @@ pub fn selection_goldens(devices: &[Device]) {
 
 fn block_means() {
     let estimator = MeanPool { block: BLOCK };
-    // Queries that are unit vectors show the means of keys.
+    // Queries that are unit vectors return the means of keys.
     let unit = |head: usize, c: usize| f64::from(u8::from(head == c));
     let queries = (0..4 * ROWS * 4).map(|at| unit(at / 4 / ROWS, at % 4));
     let units = Estimate::of([4, 1, ROWS, 4], 1.0, queries.collect(), golden(1.0).k);
@@ -253,10 +253,11 @@ fn flex() {
     least_of_flex(&dense);
 }
 
-/// Two blocks of keys and two distances between blocks, of each head: the first and a query's own, and the heaviest of the others, in both kinds of heads.
+/// At least two blocks of keys and two block distances per head: the first block, the query's own, and the heaviest of the others, in both kinds of
+/// heads.
 fn least_of_flex(dense: &Estimate) {
     for (threshold, min_budget) in [(0.1, 5), (0.1, 8), (0.0, 8), (1.0, 8)] {
-        // Next to nothing is kept otherwise.
+        // Otherwise next to nothing is kept.
         let estimator = FlexPrefill {
             block: BLOCK,
             gamma: 1e-3,
@@ -294,7 +295,7 @@ fn least_of_flex(dense: &Estimate) {
     }
 }
 
-/// Bounds of the pages of query 15, and the two pages that each head chooses, and both together.
+/// Bounds of the pages of query 15, and the two pages that each head selects, alone and shared.
 fn quest(devices: &[Device]) {
     let dense = golden(0.5);
     let estimator = Quest {

@@ -1,4 +1,4 @@
-//! Attention over lists that queries have of their own, of blocks beside a layout or of single keys, against the same in plain f64 loops.
+//! Attention over a list of blocks or of single keys per query, blocks together with a layout, against plain f64 loops.
 
 use std::collections::BTreeSet;
 
@@ -10,12 +10,12 @@ use rand::seq::SliceRandom;
 
 use crate::prelude::*;
 
-/// What lists name.
+/// Kind of list.
 #[derive(Clone, Copy)]
 enum Of {
-    /// Blocks of a size, beside a query's own block where it is `near`.
+    /// Blocks of a size; with `near`, each query also sees its own block.
     Blocks { block: usize, near: bool },
-    /// Keys, by lists of so many heads.
+    /// Keys, in lists of `heads` heads.
     Keys { heads: usize, causal: bool },
 }
 
@@ -28,9 +28,9 @@ struct Case {
     seq: [usize; 2],
     dims: [usize; 2],
     most: usize,
-    /// Of a hundred places of lists, those that name a block if there is one, or a key.
+    /// Percentage of list entries that name a key, or a block if there is one.
     filled: u32,
-    /// Whether kernels attend to the lists, where a device has them.
+    /// Whether kernels attend to the lists, on devices that have them.
     by_query: bool,
 }
 
@@ -58,7 +58,7 @@ const OF_KEYS: Case = Case {
     ..OF_BLOCKS
 };
 
-/// What lists of blocks have other than [`OF_BLOCKS`].
+/// Settings of lists of blocks that differ from [`OF_BLOCKS`].
 const BLOCKS: &str = "
     16 heads, two batch entries, ragged     |
     128 wide                                | batch 1, heads 16 1, block 64, seq 330 330, most 4, dims 128 128
@@ -80,7 +80,7 @@ const BLOCKS: &str = "
     widths of 32                            | dims 32 32
 ";
 
-/// What lists of keys have other than [`OF_KEYS`].
+/// Settings of lists of keys that differ from [`OF_KEYS`].
 const KEYS: &str = "
     16 heads, two batch entries, ragged         |
     fewer queries than keys                     | seq 70 133
@@ -94,33 +94,33 @@ const KEYS: &str = "
     widths of 24 and 8, which no kernel takes   | heads 4 2, dims 24 8, packed
 ";
 
-/// Of other widths: each is a kernel of its own.
+/// Other widths, each with its own kernel.
 const WIDE: &str = "
     128 wide         | heads 16 1, lists 1, dims 128 128, batch 1, seq 170 170, most 70
     192 and 128 wide | heads 16 1, lists 1, dims 192 128, batch 1, seq 170 170, most 70
 ";
 
-/// Of more heads.
+/// More heads.
 const LARGE: &str = "
     64 heads, 128 wide | heads 64 1, lists 1, dims 128 128, batch 1, seq 170 170, most 70
     128 heads          | heads 128 1, lists 1, dims 64 64, batch 1, seq 80 80, most 70
 ";
 
-/// The cases of a table, with their numbers.
+/// Returns the cases of a table, with their indices.
 fn cases(plain: Case, table: &'static str) -> Vec<(u64, Case)> {
     let case = |[name, rest]: [&'static str; 2]| Case { name, ..plain }.with(rest);
     (0..).zip(rows(table).into_iter().map(case)).collect()
 }
 
-/// Lists of blocks on a device. Without kernels for them the large ones are only slow.
+/// Returns the cases with lists of blocks for a device. Without kernels the large ones are only slow.
 fn of_blocks(device: &Device) -> Vec<(u64, Case)> {
     let size = |case: &Case| case.batch * case.heads[0] * case.seq[0] * case.dims[0];
     let fits = |(_, case): &(u64, Case)| is_cuda(device) || size(case) <= 2 * 32 * 100 * 64;
     cases(OF_BLOCKS, BLOCKS).into_iter().filter(fits).collect()
 }
 
-/// For checks that say nothing new of many: a third with `BURN_SPARSE_SHARD`, and a sixth on devices without kernels, where Burn's operations alone are
-/// compared.
+/// Returns a part of the cases, for checks that gain nothing from all: a third with `BURN_SPARSE_SHARD`, and a sixth on devices without kernels,
+/// which only compare Burn's operations.
 fn few_of_blocks(device: &Device) -> Vec<(u64, Case)> {
     let cases = of_blocks(device).into_iter();
     match runs_kernels(device) {
@@ -133,20 +133,20 @@ fn of_keys() -> Vec<(u64, Case)> {
     cases(OF_KEYS, KEYS)
 }
 
-/// A problem, and its lists `[batch, heads of lists, seq_q, most]`: of blocks before a query's own; of keys in any order, with keys that come twice and keys
-/// that are not seen.
+/// A problem, and its lists `[batch, heads of lists, seq_q, most]`: of blocks before a query's own, or of keys in any order, including duplicates
+/// and invisible ones.
 struct Drawn {
     case: Case,
     problem: Problem,
     lists: Vec<i32>,
-    /// What remains of them.
+    /// Valid entries without duplicates.
     unique: Vec<i32>,
-    /// What is seen beside lists of blocks.
+    /// Layout of the pairs that are seen besides listed blocks.
     near: BlockLayout,
 }
 
 impl Case {
-    /// The case with what is said.
+    /// Applies settings to the case.
     fn with(mut self, rest: &'static str) -> Self {
         for (word, numbers) in settings(rest) {
             match (word, &mut self.of) {
@@ -174,10 +174,10 @@ impl Case {
         }
     }
 
-    /// A list, and what remains of it.
+    /// Draws a list, and returns it with its valid entries.
     fn list(&self, row: usize, rng: &mut ChaCha8Rng) -> [Vec<i32>; 2] {
         let ([seq_q, seq_kv], most) = (self.seq, self.most);
-        // Every seventh query has no list.
+        // Every seventh query has an empty list.
         let has_one = row % 7 != 3;
         match self.of {
             Of::Blocks { block, .. } => {
@@ -201,7 +201,7 @@ impl Case {
                     false => -1,
                 };
                 let mut list: Vec<i32> = (0..most).map(&mut place).collect();
-                // Every ninth query has all keys, if they have room.
+                // Every ninth query lists all keys, if they fit.
                 if row % 9 == 5 && self.filled > 0 && most >= seq_kv {
                     list[..seq_kv].copy_from_slice(&(0..seq_kv as i32).collect::<Vec<_>>());
                     list.shuffle(rng);
@@ -232,7 +232,7 @@ impl Case {
             Of::Blocks { block, near } => (block, near),
             Of::Keys { .. } => (1, false),
         };
-        // Pairs are looked up, not searched for.
+        // A lookup table of listed pairs is faster than search.
         let blocks = seq_kv.div_ceil(block);
         let mut seen = vec![false; self.batch * of_heads * seq_q * blocks];
         for (row, list) in unique.chunks(self.most).enumerate() {
@@ -310,7 +310,7 @@ impl Drawn {
         })
     }
 
-    /// What the plan of a call says, and whether kernels take the lists.
+    /// Returns the text of the plan, and whether kernels attend to the lists.
     fn plan(&self, device: &Device, dtype: DType, mode: DispatchMode) -> (String, bool) {
         let [q, k, v, _] = inputs(&self.problem, device, dtype);
         let options = AttentionOptions::default().dispatch_mode(mode);
@@ -334,7 +334,7 @@ impl Drawn {
     fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
         let bound = match self.case.of {
             Of::Blocks { .. } => Near::Tensor(tolerance),
-            // What no kernel takes is made of Burn's products; and a query of one key has gradients that are differences of equal numbers.
+            // Without kernels, Burn's products compute it in tf32. The gradients of a query with one key are differences of equal numbers.
             Of::Keys { .. } => match product_tolerance(device, dtype, tolerance) > tolerance {
                 true => Near::Terms(5e-3),
                 false => Near::Terms(tolerance),
@@ -345,7 +345,7 @@ impl Drawn {
         self.problem.solve().assert(&what, got, &[bound]);
     }
 
-    /// As near to f64 as half precision is, and to what packed queries, or products with all keys, give.
+    /// Compares with f64 to half precision, and with packed queries or products with all keys.
     fn check_half(&self, device: &Device, dtype: DType) {
         self.check(device, dtype, half_tolerance(dtype));
         let packed = self.run(device, dtype, DispatchMode::GroupByBlock);
@@ -355,10 +355,10 @@ impl Drawn {
     }
 }
 
-/// Out, lse and all gradients.
+/// Out, lse and all gradients equal f64.
 pub fn attention_with_lists_equals_f64(devices: &[Device]) {
     for (number, device) in devices.iter().enumerate() {
-        // Further devices without kernels run the same operations of Burn's.
+        // All devices without kernels run the same operations of Burn.
         let cases = match number == 0 || runs_kernels(device) {
             true => of_blocks(device),
             false => few_of_blocks(device),
@@ -372,7 +372,7 @@ pub fn attention_with_lists_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same in half precision, of which kernels take lists.
+/// Half precision, in which kernels support lists.
 pub fn attention_with_lists_in_half_precision(devices: &[Device]) {
     for (device, dtype) in halves(devices) {
         for (index, case) in few_of_blocks(device) {
@@ -382,7 +382,7 @@ pub fn attention_with_lists_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Twice the same bits, forward and backward.
+/// Two runs give equal bits, forward and backward.
 pub fn attention_with_lists_gives_the_same_bits(devices: &[Device]) {
     for device in devices {
         let dtypes = half_dtypes(device).into_iter().chain([DType::F32]);
@@ -390,7 +390,7 @@ pub fn attention_with_lists_gives_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// The same of keys.
+/// Like [`attention_with_lists_gives_the_same_bits`], for keys.
 pub fn attention_with_keys_gives_the_same_bits(devices: &[Device]) {
     for device in devices {
         let halves = half_dtypes(device).into_iter().rev().take(1);
@@ -412,14 +412,14 @@ fn same_bits(device: &Device, cases: Vec<(u64, Case)>, seed: u64, dtypes: Vec<DT
     assert_ran("attention with lists, twice", ran);
 }
 
-/// Plans say whether kernels take lists, and why not.
+/// Plans tell whether kernels attend to lists, and why not.
 pub fn attention_with_lists_plans(devices: &[Device]) {
     for device in devices {
         check_plans(device, &of_blocks(device));
     }
 }
 
-/// The same of keys.
+/// Like [`attention_with_lists_plans`], for keys.
 pub fn attention_with_keys_plans(devices: &[Device]) {
     let others = [WIDE, LARGE].map(|table| cases(OF_KEYS, table)).concat();
     let all = [of_keys(), others].concat();
@@ -431,7 +431,7 @@ fn check_plans(device: &Device, cases: &[(u64, Case)]) {
         for dtype in half_dtypes(device).into_iter().chain([DType::F32]) {
             let drawn = case.draw(9600, dtype);
             let (text, is_listed) = drawn.plan(device, dtype, DispatchMode::Auto);
-            // Tiles take other numbers of heads and widths.
+            // Tiles of all pairs support other numbers of heads and widths.
             let in_tiles = text.contains("tiles of all pairs");
             let by_query = is_cuda(device) && (case.by_query || in_tiles) && dtype != DType::F32;
             let what = format!("{}: {text}", drawn.what(device, dtype));
@@ -442,7 +442,7 @@ fn check_plans(device: &Device, cases: &[(u64, Case)]) {
     }
 }
 
-/// Wrong sizes, and options that do not follow queries.
+/// Errors for wrong sizes, and for options that lists of blocks lack.
 pub fn attention_with_lists_errors(devices: &[Device]) {
     let drawn = OF_BLOCKS.draw(9700, DType::F32);
     for device in devices {
@@ -469,7 +469,7 @@ pub fn attention_with_lists_errors(devices: &[Device]) {
     }
 }
 
-/// Wrong sizes, and options that lists of keys have not.
+/// Errors for wrong sizes, and for options that lists of keys lack.
 pub fn attention_with_keys_errors(devices: &[Device]) {
     let drawn = OF_KEYS.draw(10_700, DType::F32);
     for device in devices {
@@ -501,12 +501,12 @@ pub fn attention_with_keys_errors(devices: &[Device]) {
     }
 }
 
-/// What is left of lists.
+/// Lists keep their valid entries without duplicates.
 pub fn key_lists_are_unique(devices: &[Device]) {
     for device in devices {
-        // The last has keys in several parts of a cube's bits.
+        // So many keys that a cube's bit set takes several passes.
         let long = OF_KEYS.with("batch 1, heads 1 1, lists 1, seq 40 70000, dims 1 1, most 700");
-        // Of these a unit sorts each.
+        // So short that a unit sorts a list.
         let short = long.with("most 32");
         for (index, case) in of_keys().into_iter().chain([(10, long), (11, short)]) {
             let drawn = case.draw(9800 + index, DType::F32);
@@ -516,7 +516,7 @@ pub fn key_lists_are_unique(devices: &[Device]) {
     }
 }
 
-/// The keys that neighbours have in common are those of sets.
+/// The overlap of adjacent lists equals that of sets.
 pub fn key_lists_overlap(devices: &[Device]) {
     for device in devices {
         for (index, case) in of_keys() {
@@ -524,7 +524,7 @@ pub fn key_lists_overlap(devices: &[Device]) {
             let ([seq_q, seq_kv], most) = (case.seq, case.most);
             let (mut unions, mut sum) = (BTreeSet::new(), 0);
             for (row, list) in drawn.unique.chunks(most).enumerate() {
-                // The eight that a query is one of.
+                // The group of eight that contains a query.
                 let first = row - row % seq_q % 8;
                 let group = first..first + 8;
                 let chooses = |row: usize| {
@@ -554,7 +554,7 @@ pub fn key_lists_overlap(devices: &[Device]) {
     }
 }
 
-/// Out, lse and all gradients.
+/// Out, lse and all gradients equal f64.
 pub fn attention_with_keys_equals_f64(devices: &[Device]) {
     for (index, case) in of_keys() {
         let drawn = case.draw(9900 + 10 * index, DType::F32);
@@ -564,7 +564,7 @@ pub fn attention_with_keys_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same in half precision, of which kernels take lists.
+/// Half precision, in which kernels support lists.
 pub fn attention_with_keys_in_half_precision(devices: &[Device]) {
     for (index, case) in some_of(of_keys(), 3) {
         for (device, dtype) in halves(devices) {
@@ -575,7 +575,7 @@ pub fn attention_with_keys_in_half_precision(devices: &[Device]) {
 }
 
 fn in_one_half(devices: &[Device], table: &'static str, seed: u64) {
-    // Where they only run as all keys do the small cases say as much.
+    // Without kernels for these sizes they run like all keys, which the small cases cover.
     for device in devices.iter().filter(|device| is_cuda(device)) {
         for (index, case) in cases(OF_KEYS, table) {
             for dtype in half_dtypes(device).into_iter().rev().take(1) {
@@ -591,7 +591,7 @@ pub fn attention_with_keys_of_other_widths(devices: &[Device]) {
     in_one_half(devices, WIDE, 10_200);
 }
 
-/// 64 and 128 heads that share a list, likewise.
+/// 64 and 128 heads that share a list, on GPUs that have kernels for them.
 pub fn attention_with_keys_of_many_heads(devices: &[Device]) {
     in_one_half(devices, LARGE, 10_300);
 }
@@ -600,7 +600,7 @@ fn places_of(pattern: &Pattern, heads: usize, seq: [usize; 2]) -> BlockLayout {
     BlockLayout::new(pattern, LayoutShape::new(heads, seq, 32)).unwrap()
 }
 
-/// Layouts of single keys: the pairs of a layout on the host that are listed.
+/// Layouts of single keys: the pairs of a host layout, as lists.
 pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
     let small = OF_KEYS.with("heads 4 2, seq 70 133");
     let shared = small.with("lists 1, later, seq 90 41");

@@ -1,23 +1,23 @@
-//! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
+//! Calls so long that kernels compute their scores in several parts, on devices, against loops over some heads.
 
 use burn_sparse_select::{EstimateKind, Selection};
 
 use crate::judge::estimate::Estimate;
 use crate::prelude::*;
 
-/// A selection, and batch entries, heads of queries and of keys, tokens and width of a call.
+/// A selection; batch entries, query heads, KV heads, tokens and width of a call.
 const CALLS: [(&str, [usize; 5]); 9] = [
     ("topk:128,4", [1, 8, 2, 8_192, 32]),
     // 1,024 groups of 32 heads: more than 2²⁴ products.
     ("xattention:128,16,0.9", [1, 32, 8, 16_384, 16]),
     ("xattention:128,8,0.9", [1, 8, 4, 12_345, 16]),
-    // The queries of a head of keys take 2²⁴ products or more.
+    // The queries of a KV head take at least 2²⁴ products.
     ("minference:64,300,100", [1, 4, 2, 65_536, 16]),
     ("minference:128,300,100,300", [1, 4, 2, 32_771, 16]),
     ("flexprefill:128,0.5", [1, 4, 2, 32_768, 16]),
     ("flexprefill:128,0.5,2", [2, 4, 2, 16_384, 16]),
     ("flexprefill:128,0.01,0.1,1024", [1, 4, 2, 20_000, 16]),
-    // Lines that have several cubes each.
+    // Lines that span several cubes each.
     ("flexprefill:128,0.5,0", [1, 2, 1, 131_072, 16]),
 ];
 
@@ -32,13 +32,13 @@ pub fn long_calls_choose_as_loops(devices: &[Device]) {
     assert_ran("long_calls_choose_as_loops", ran);
 }
 
-/// Heads of more than 2¹⁷ pairs of blocks, of which kernels look for the least that is kept by several cubes each, a digit a launch.
+/// Heads with more than 2¹⁷ pairs of blocks, for which several cubes search the threshold of each, one digit per launch.
 pub fn heads_of_many_blocks_choose_as_loops(devices: &[Device]) {
     let ran = choose_as_loops(devices, &[("flexprefill:8,0.5,2", [1, 2, 1, 2_912, 16])]);
     assert_ran("heads_of_many_blocks_choose_as_loops", ran);
 }
 
-/// Scores of calls, in f32 and in half precision, are those of loops over some heads. How many were compared.
+/// Scores of calls, in f32 and in half precision, equal those of loops over some heads. Returns the number of comparisons.
 fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
     let mut ran = 0;
     for (index, &(text, dims)) in calls.iter().enumerate() {
@@ -71,7 +71,7 @@ fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
                         other += 1;
                     }
                 }
-                // A column that is as good as equal to the last one that is kept has a block in every row.
+                // A column that nearly ties with the last kept one has a block in every row.
                 assert!(other * 500 < of_head, "{what}: {other} of {of_head}");
             }
             ran += 1;
@@ -80,7 +80,7 @@ fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
     ran
 }
 
-/// Every query's blocks, of long calls and of each width, in f32 and in half precision: their scores are the highest.
+/// The blocks of every query, in long calls of each width, in f32 and in half precision, have the highest scores.
 pub fn gates_choose_as_loops(devices: &[Device]) {
     let calls = [
         ("moba:128,4", [1, 8, 2, 16_384, 16]),

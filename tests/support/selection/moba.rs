@@ -1,4 +1,4 @@
-//! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
+//! Attention over the selections of single queries (MoBA), against plain f64 loops.
 
 use burn_sparse_select::{
     EstimateInputs, SelectedOptions, Selection, attention_selected, attention_selected_with_lse,
@@ -9,7 +9,7 @@ use crate::prelude::*;
 use crate::selection::moba_lists::check_lists;
 use crate::selection::prefix::Prefix;
 
-/// Every output and gradient equals that of the choice in f64, and so do the blocks that are chosen.
+/// Every output and gradient, and the selected blocks, equal those of f64.
 pub fn selected_attention_equals_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
         let (problem, chosen) = case.problem(7000 + 100 * index as u64, DType::F32);
@@ -42,7 +42,7 @@ pub fn selected_attention_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Blocks of queries that choose together: the same bits as the choice and attention over it.
+/// Blocks of queries that select together: equal bits as selection followed by attention.
 pub fn selected_attention_of_query_blocks(devices: &[Device]) {
     let selection: Selection = "topk:16,3".parse().unwrap();
     let (problem, _) = CASE.problem(8200, DType::F32);
@@ -62,7 +62,7 @@ pub fn selected_attention_of_query_blocks(devices: &[Device]) {
     }
 }
 
-/// Later tokens change nothing of what comes before them. Packed queries may lie at other places, and so be summed in another order.
+/// Later tokens change no earlier output. Packed queries may have other places, and so another order of sums.
 pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
     let case = CASE.with("heads 4 2, seq 90 90");
     for case in [case, case.with("keep 4, forced 1 2")] {
@@ -92,7 +92,7 @@ pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
     }
 }
 
-/// Batch entries in another order give their outputs in that order, and the same call the same bits.
+/// A permuted batch gives permuted outputs, and equal calls give equal bits.
 pub fn selected_attention_of_a_permuted_batch(devices: &[Device]) {
     let case = CASE.with("batch 3, heads 4 2");
     let (problem, _) = case.problem(8500, DType::F32);

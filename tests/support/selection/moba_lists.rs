@@ -1,4 +1,4 @@
-//! Which blocks single queries choose, the lists of queries that chose a block, and how queries get there and back.
+//! Blocks that single queries select, the lists of queries per block, and the gather and scatter of queries.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::judge::golden::vals;
 use crate::judge::moba::{CASE, Case, choices};
 use crate::prelude::*;
 
-/// The lists of queries on a device are those of the choices.
+/// Checks that the lists of queries on a device match the selections.
 pub fn check_lists(
     case: &Case,
     problem: &Problem,
@@ -40,7 +40,7 @@ pub fn check_lists(
         let blocks = blocks[head * rows * most..][..rows * most].chunks(most);
         let blocks: Vec<Vec<usize>> = blocks.map(named).collect();
         assert_eq!(blocks, chosen, "{what}, head {head}");
-        // The queries of each block, in order, on tiles of their own.
+        // The queries of each block, in order, padded to whole tiles.
         let (mut expected, mut expected_tiles) = (Vec::new(), Vec::new());
         for block in 0..case.seq[1].div_ceil(case.block) {
             let list = (0..rows).filter(|&query| chosen[query].contains(&block));
@@ -55,7 +55,7 @@ pub fn check_lists(
         assert_eq!(queries[head * length..][..length], expected, "{what}");
         let got = &tile_blocks[head * tiles..][..tiles];
         assert_eq!(got, expected_tiles, "{what}");
-        // Choices and places are each other's reverse.
+        // `places` and `choices` are inverse index lists.
         let places = &places[head * rows * most..][..rows * most];
         let choices = &choices[head * length..][..length];
         for (choice, &place) in places.iter().enumerate() {
@@ -70,7 +70,7 @@ pub fn check_lists(
     }
 }
 
-/// An estimator whose scores are given, `[rows][blocks]` for all heads.
+/// An estimator with fixed scores, `[rows][blocks]` for all heads.
 #[derive(Clone, Debug)]
 struct Given {
     inner: Moba,
@@ -107,7 +107,7 @@ impl BlockEstimator for Given {
     }
 }
 
-/// Equal scores, zeros of both signs, infinities and NaN: the blocks that the rule keeps on the host.
+/// Ties, zeros of both signs, infinities and NaN: devices keep the blocks that the rule keeps on the host.
 pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
     let (seq, block) = (75usize, 8usize);
     let mut rng = seeded(8600);
@@ -128,7 +128,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
             let x = Tensor::<4>::zeros([1, 2, seq, 4], (&device, DType::F32)).require_grad();
             let call = EstimateInputs::new(x.clone(), x.clone());
             let grid = call.grid(given.grid());
-            // None has a choice where all that is kept is forced.
+            // Without lists if all kept blocks are forced.
             let lists = selection.query_lists(&call).unwrap();
             assert_eq!(lists.is_none(), keep <= forced.first + forced.local);
             let (most, got) = match lists {
@@ -151,7 +151,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
                 let what = format!("{device:?}, k = {keep}, {forced:?}, row {row}");
                 assert_eq!(got, expected, "{what}");
             }
-            // No gradient reaches the scores, which the estimator looks for too.
+            // No gradient reaches the scores, though the estimator's inputs are tracked too.
             let (k, v, options) = (x.clone(), x.clone(), AttentionOptions::default());
             let out = attention_selected(x.clone(), k, v, &selection, options);
             let grads = out.unwrap().sum().backward();
@@ -160,10 +160,10 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
     }
 }
 
-/// Scores that are made in several slabs.
+/// Scores are made in several slabs.
 pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
     let case = CASE.with("batch 1, heads 32 1, seq 2100 2100, dims 4 4, block 8, keep 2");
-    // Blocks whose first channel falls with their number, so that queries take the first or the last.
+    // Blocks whose first channel grows with their index, so that queries select the first or the last.
     let mut drawn = Problem::random(case.sizes(), 8700, |_, _, _, _| false);
     for (at, k) in drawn.k.iter_mut().enumerate() {
         *k = match at % 4 {

@@ -1,4 +1,4 @@
-//! Attention that chooses its keys by content.
+//! Attention with content-based selection of keys.
 
 pub mod choices;
 pub mod dsa;

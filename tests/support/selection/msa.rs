@@ -1,4 +1,4 @@
-//! MiniMax sparse attention, its choices and what its index branch learns by, against plain f64 loops.
+//! MiniMax sparse attention, its selections and the loss of its index branch, against plain f64 loops.
 
 use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 use burn_sparse_select::{SelectedBlocks, pages::PageChoice};
@@ -7,7 +7,7 @@ use crate::judge::msa::{Case, Index, cases};
 use crate::prelude::*;
 use crate::selection::prefix::Prefix;
 
-/// The blocks of each list beside the own one, ascending; none without lists.
+/// Returns the blocks of each list without the own one, ascending; None without lists.
 fn blocks(lists: &Option<SelectedBlocks>) -> Option<Vec<Vec<usize>>> {
     let lists = lists.as_ref()?;
     let [.., most] = lists.blocks.dims();
@@ -20,7 +20,7 @@ fn blocks(lists: &Option<SelectedBlocks>) -> Option<Vec<Vec<usize>>> {
     Some(ints.chunks(most).map(row).collect())
 }
 
-/// What a device gives of a case: the choice, attention over it with its gradients, and the loss over it or over all keys with its gradients.
+/// Returns a device's attention over the selection, with its gradients.
 fn attended(msa: &Msa, index: &Index, problem: &Problem, device: &Device, dtype: DType) -> Results {
     let device = device.clone().autodiff();
     let lists = msa.choose(&index.tensors(&device, dtype)).unwrap();
@@ -30,7 +30,7 @@ fn attended(msa: &Msa, index: &Index, problem: &Problem, device: &Device, dtype:
     })
 }
 
-/// The loss, and its gradients with respect to the index.
+/// Returns the loss, and its gradients with respect to the index.
 fn learned(
     msa: &Msa,
     index: &Index,
@@ -62,7 +62,7 @@ fn learned(
     [loss.into_data(), by_q, by_k]
 }
 
-/// Choices by slabs of any size, of groups of 1, 2 and 4, ragged, of fewer queries than keys.
+/// Selections equal f64: slabs of any size, groups of 1, 2 and 4, ragged, fewer queries than keys.
 pub fn msa_choices_equal_f64(devices: &[Device]) {
     for (seed, case) in (0..).zip(cases()) {
         let index = Index::clear(case, 41_000 + 10 * seed, DType::F32, 2e-5);
@@ -84,7 +84,7 @@ pub fn msa_choices_equal_f64(devices: &[Device]) {
                 assert_eq!(lists.is_some(), is_choice, "{what}");
                 let chosen = blocks(&lists).into_iter().flatten();
                 for (at, (chosen, kept)) in chosen.zip(&kept).enumerate() {
-                    // The last is a query's own.
+                    // The last is the query's own block.
                     assert_eq!(chosen, kept[..kept.len() - 1], "{what}, list {at}");
                 }
             }
@@ -92,7 +92,7 @@ pub fn msa_choices_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Out, lse and the gradients by q, k and v, twice with the same bits.
+/// Out, lse and the gradients with respect to q, k and v equal f64, twice with equal bits.
 pub fn msa_equals_f64(devices: &[Device]) {
     for (seed, case) in (0..).zip(cases()) {
         let index = Index::clear(case, 42_000 + 10 * seed, DType::F32, 2e-5);
@@ -108,7 +108,7 @@ pub fn msa_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same of queries, keys and an index in half precision, of several widths, also of blocks that are long enough to meet the queries that list them.
+/// Like [`msa_equals_f64`], in half precision and with several widths; also blocks so large that they are matched with the queries that list them.
 pub fn msa_in_half_precision(devices: &[Device]) {
     let is_tried = |(at, case): &(usize, Case)| *at < 4 || case.block == 128;
     let widths = [16, 64, 96, 32, 128];
@@ -136,7 +136,7 @@ pub fn msa_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Losses over chosen keys and over all, and their gradients, twice with the same bits.
+/// Losses over selected keys and over all, and their gradients, equal f64, twice with equal bits.
 pub fn msa_losses_equal_f64(devices: &[Device]) {
     for (seed, case) in some_of((0..).zip(cases()), 2) {
         let index = Index::clear(case, 44_000 + 10 * seed, DType::F32, 2e-5);
@@ -163,7 +163,7 @@ pub fn msa_losses_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Later tokens change no choice and no output, and queries alone choose and see as they do among all.
+/// Later tokens change no selection and no output, and queries alone select and see the same as among all.
 pub fn msa_is_prefix_stable(devices: &[Device]) {
     let case = cases()[0];
     let index = Index::clear(case, 46_000, DType::F32, 2e-5);
@@ -192,7 +192,7 @@ pub fn msa_is_prefix_stable(devices: &[Device]) {
     }
 }
 
-/// Pages of the choice, of queries at any positions, with anything behind them.
+/// Pages of the selection, for queries at arbitrary positions, with arbitrary contents after them.
 pub fn msa_chooses_in_pages(devices: &[Device]) {
     for (case, page) in cases().into_iter().zip([8, 4, 1, 16, 8, 8, 2, 8]) {
         let index = Index::clear(case, 47_000, DType::F32, 2e-5);
@@ -234,7 +234,7 @@ fn check_pages(index: &Index, pages: &Tensor<3, Int>, choice: &PageChoice, page:
     }
 }
 
-/// Wrong sizes and numbers.
+/// Errors for wrong sizes and numbers.
 pub fn msa_errors(devices: &[Device]) {
     refused! {
         Msa::new(12, 4) => "block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 12";

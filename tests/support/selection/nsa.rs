@@ -1,15 +1,15 @@
-//! Native sparse attention, against the same in plain f64 loops.
+//! Native sparse attention, against plain f64 loops.
 
 use crate::judge::golden::vals;
 use crate::judge::nsa::{CASE, Inputs, Results, TABLE, Tensors, cases};
 use crate::prelude::*;
 use crate::selection::prefix::Prefix;
 
-/// How near attention sums are to those of f64 where queries and keys are `dtype`.
+/// Returns the tolerance of attention sums against f64 for queries and keys of `dtype`.
 fn attention_sum_tolerance(device: &Device, dtype: DType) -> f64 {
     match dtype {
         DType::F16 | DType::BF16 => half_tolerance(dtype),
-        // Products of f32 numbers are tf32 on tensor cores.
+        // f32 products are tf32 on tensor cores.
         _ => match product_tolerance(device, DType::F32, 1e-5) > 1e-5 {
             true => 5e-3,
             false => 1e-5,
@@ -17,8 +17,9 @@ fn attention_sum_tolerance(device: &Device, dtype: DType) -> f64 {
     }
 }
 
-/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, and in how many lists no rounding decides: once the choices are known to be what the rule
-/// says of the device's own attention sums, these to be as near to those of f64 as `tolerance`, and choices that no rounding decides to be those of f64.
+/// Returns the blocks that queries selected on a device, `[batch · kv_heads · rows]`, and the number of lists that no rounding can change. Checks
+/// that the selections follow the rule for the device's own attention sums, that these equal f64 within `tolerance`, and that selections that no
+/// rounding can change equal f64.
 pub fn check_choices(
     what: &str,
     inputs: &Inputs,
@@ -42,7 +43,7 @@ pub fn check_choices(
             let picks = read_ints(blocks.clone());
             let row = |row: &[i32]| {
                 let blocks = named(row);
-                // None stand behind all others.
+                // Padding comes after all blocks.
                 assert!(row[blocks.len()..].iter().all(|&b| b == -1), "{what}");
                 blocks
             };
@@ -62,7 +63,7 @@ pub fn check_choices(
     (picks, clear)
 }
 
-/// The blocks that queries chose on a device, checked.
+/// Returns the blocks that queries selected on a device, checked.
 fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     let (case, nsa) = (inputs.case, inputs.case.nsa());
     let what = format!("{}, {device:?}, {dtype:?}", case.name);
@@ -78,7 +79,7 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     check_choices(&what, inputs, &sums, found.into_data(), picks, tolerance).0
 }
 
-/// Whether the choice of a query does not hang on a rounding: `[batch · heads · rows]`.
+/// Returns whether no rounding can change the selection of each query, `[batch · heads · rows]`.
 fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
     let attention_sums = inputs.attention_sums(&inputs.means(&inputs.keys[0], inputs.case.dims[0]));
@@ -95,7 +96,7 @@ fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     clear
 }
 
-/// Choices, the output of every branch, their sum and all gradients are those of f64.
+/// Selections, the output of every branch, their sum and all gradients equal f64.
 pub fn nsa_equals_f64(devices: &[Device]) {
     let (part, parts) = shard();
     let cases = cases(CASE, TABLE).into_iter().enumerate();
@@ -108,10 +109,10 @@ pub fn nsa_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Choices, and what follows of them in f64.
+/// Selections, and the results over them in f64.
 type Solved = (Vec<Vec<usize>>, Results);
 
-/// `known` is what is known of the inputs, which most devices choose alike by.
+/// `known` caches the f64 results for the selections of an earlier device, since most devices select alike.
 fn check(
     inputs: &Inputs,
     device: &Device,
@@ -144,7 +145,7 @@ pub fn nsa_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Later tokens change nothing of what comes before, and queries alone see what they see among all.
+/// Later tokens change no earlier output, and queries alone see the same as among all.
 pub fn nsa_is_prefix_stable(devices: &[Device]) {
     let case = CASE.with("seq 90 90");
     let nsa = case.nsa();
@@ -180,7 +181,7 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
     }
 }
 
-/// The same call has the same bits, and batch entries do not know of each other.
+/// Equal calls give equal bits, and batch entries are independent.
 pub fn nsa_gives_the_same_bits(devices: &[Device]) {
     let inputs = Inputs::random(CASE.with("batch 3"), 9400, DType::F32);
     let nsa = CASE.nsa();
@@ -211,7 +212,7 @@ pub fn nsa_gives_the_same_bits(devices: &[Device]) {
 
 const GOLDEN: &str = "batch 1, heads 2 1, seq 16 16, dims 4 4, compressed 4 2, selected 4, keep 3, forced 1 1, window 3";
 
-/// The definition's example in f64: two heads on one of keys.
+/// The definition's example in f64: two query heads on one KV head.
 pub fn nsa_golden(_: &[Device]) {
     let [q, k, v] = [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| vals(of, heads, 16));
     let inputs = Inputs {
@@ -253,7 +254,7 @@ pub fn nsa_golden(_: &[Device]) {
     let of_15 = [0.8448, 1.1875, 1.1452, 0.8224];
     assert_printed("attention sums of 7", &attention_sums[7][..2], &of_7);
     assert_printed("attention sums of 15", &attention_sums[15], &of_15);
-    // The first block and its own beside it.
+    // Besides the first block and its own.
     assert_eq!(chosen[15], [1]);
     let printed = [
         [

@@ -1,6 +1,6 @@
-//! The attention sums that queries choose by and the choices of native sparse attention, of keys of compressed blocks as they are given, against plain f64 loops.
+//! Attention sums and selections of native sparse attention, from compressed keys, against plain f64 loops.
 //!
-//! Nothing is rounded but the inputs, before both sides get them, so attention sums are held to what f32 sums leave where a kernel makes them at once.
+//! Inputs are rounded before both sides get them, so attention sums from the kernel have the tolerance of f32 sums.
 
 use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 
@@ -8,10 +8,10 @@ use crate::judge::nsa::{CASE, Case, Inputs, cases};
 use crate::prelude::*;
 use crate::selection::nsa::check_choices;
 
-/// How near attention sums are where the kernel makes them: sums in f32, of weights that are powers of two of sums in f32.
+/// Tolerance of attention sums from the kernel: f32 sums of weights whose exponents are f32 sums.
 const KERNEL_TOLERANCE: f64 = 2e-4;
 
-/// What the cases have other than [`PLAIN`].
+/// Settings that differ from [`PLAIN`].
 const TABLE: &str = "
     groups of 16, ragged steps                           | heads 32 2, seq 700 700, dims 128 16, selected 16, keep 9
     groups of 8, two batch entries                       | batch 2, heads 8 1, seq 333 333, compressed 16 8, selected 16, keep 6, forced 0 1
@@ -29,7 +29,7 @@ const PLAIN: Case = Case {
     ..CASE
 };
 
-/// What a device gives: attention sums, and the blocks that each query chose.
+/// Returns a device's attention sums and selected blocks.
 fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (TensorData, Tensor<4, Int>) {
     let attention_sums = nsa.block_importance(q.clone(), keys_values).unwrap();
     let lists = nsa.query_lists(q.clone(), keys_values).unwrap();
@@ -37,7 +37,8 @@ fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (TensorData, 
     (attention_sums.into_data(), blocks)
 }
 
-/// Attention sums are those of f64, choices follow from the device's own attention sums, and are those of f64 where these are not almost equal; with the kernel and without.
+/// Attention sums equal f64; selections follow from the device's own attention sums, and equal those of f64 unless sums nearly tie. With the kernel
+/// and without.
 pub fn nsa_choices_equal_f64(devices: &[Device]) {
     let (part, parts) = shard();
     let cases = cases(PLAIN, TABLE).into_iter().enumerate();
@@ -54,14 +55,14 @@ pub fn nsa_choices_equal_f64(devices: &[Device]) {
             }
         }
     }
-    // Where kernels make the attention sums of half precision, that is; elsewhere roundings decide most.
+    // Holds for kernels; without them roundings of half precision decide most.
     assert!(clear * 3 >= all, "{clear} of {all}");
 }
 
-/// How many of the kernel's choices no rounding can decide, and how many choices it made.
+/// Returns the number of the kernel's selections that no rounding can change, and of all its selections.
 fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
     let mut inputs = Inputs::random(case, seed, dtype);
-    // Of size 1 they would give all blocks about the same.
+    // With size 1 all blocks would get nearly equal attention.
     inputs.q.iter_mut().for_each(|q| *q *= 4.0);
     let ([_, kv_heads], [width, value_dim]) = (case.heads, case.dims);
     let (entries, lists) = (case.entries(), case.batch * kv_heads);
@@ -87,21 +88,21 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
         let tolerance = match (plan.is_kernels(), is_half) {
             (true, _) => KERNEL_TOLERANCE,
             (false, true) => half_tolerance(dtype),
-            // Products of f32 numbers are tf32 on tensor cores, and scores here are larger than their factors.
+            // f32 products are tf32 on tensor cores, and scores here are larger than their factors.
             (false, false) => match product_tolerance(device, dtype, 1e-5) > 1e-5 {
                 true => 2e-2,
                 false => 2e-5,
             },
         };
         let (sums, picks) = found(&nsa, &x.q, &keys_values);
-        // The same queries as a layer's projection has them.
+        // The same queries in the memory order of a layer's projection.
         let again = found(&nsa, &by_rows(&inputs, device, dtype), &keys_values);
         assert_eq!(sums.as_bytes(), again.0.as_bytes(), "{what}");
         assert_eq!(picks.to_data(), again.1.into_data(), "{what}");
         let (picks, clear) =
             check_choices(&what, &inputs, &expected, sums, Some(&picks), tolerance);
         if plan.is_kernels() {
-            // The more are chosen, the more alike are the last that is and the first that is not: 691 of 1,400 in one case, 107 of 420 in another.
+            // The more blocks are selected, the smaller is the gap at the boundary: 691 of 1,400 in one case, 107 of 420 in another.
             let all = picks.len();
             assert!(clear * 8 > all, "{what}: {clear} of {all}");
             of_kernels = [clear, all];
@@ -110,7 +111,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
     of_kernels
 }
 
-/// The queries with the heads of a row side by side in memory.
+/// Returns the queries with the heads of a row adjacent in memory.
 fn by_rows(inputs: &Inputs, device: &Device, dtype: DType) -> Tensor<4> {
     let (case, [heads, _]) = (&inputs.case, inputs.case.heads);
     let ([rows, _], [width, _]) = (case.seq, case.dims);
@@ -124,7 +125,7 @@ fn by_rows(inputs: &Inputs, device: &Device, dtype: DType) -> Tensor<4> {
     tensor::<4>(&numbers, dims, device, dtype).swap_dims(1, 2)
 }
 
-/// Whether attention in half precision runs on tensor cores here, as far as plans say.
+/// Returns whether attention in half precision runs on tensor cores here, according to plans.
 fn runs_on_tensor_cores(q: &Tensor<4>, dtype: DType) -> bool {
     let [_, heads, ..] = q.dims();
     let layout = Pattern::causal().layout(heads, 64, 32).unwrap();
@@ -133,8 +134,8 @@ fn runs_on_tensor_cores(q: &Tensor<4>, dtype: DType) -> bool {
     plan.contains("forward  hopper") || plan.contains("forward  mma")
 }
 
-/// Queries at any positions, over compressed keys by the strides that they end with, see what those of the whole do, and their pages are those of the
-/// forced blocks and of the one with the largest attention sum of the others.
+/// Queries at arbitrary positions, over compressed keys indexed by the stride that they end with, see the same as in the whole call. Their pages are
+/// those of the forced blocks and of the one with the largest attention sum of the others.
 pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
     const SEQ: usize = 203;
     const AT: [[usize; 4]; 2] = [[3, 15, 100, 202], [14, 202, 177, 16]];
@@ -156,7 +157,7 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
         };
         let whole = nsa.compressed_branch(q.clone(), &keys_values).unwrap();
         let attention_sums = nsa.block_importance(q.clone(), &keys_values).unwrap();
-        // Nothing ends with the first three strides, nor yet with the last ones.
+        // No block ends with the first three strides, nor with the last ones.
         let by_strides = pair.map(|x| {
             let [.., width] = x.dims();
             let none = |rows| Tensor::full([2, 2, rows, width], f32::NAN, device);
@@ -189,7 +190,7 @@ pub fn queries_at_any_positions_equal_the_whole(devices: &[Device]) {
                 let place = ((row / 4 * 2 + head) * 4 + row % 4) * blocks;
                 let (expected, got) = (&expected[place..][..=own], &got[place..][..=own]);
                 assert_near("importance", got, expected, 2.0 * tolerance);
-                // The last of several largest ones would be another choice, of which random numbers have none.
+                // With several equal largest sums another one might be selected; random numbers have none.
                 let others = (1..own.saturating_sub(1)).max_by(|&a, &b| got[a].total_cmp(&got[b]));
                 let mut chosen: Vec<usize> = [0, own.saturating_sub(1), own].to_vec();
                 chosen.extend(others);

@@ -1,13 +1,13 @@
-//! What comes before must not know of later tokens, whatever chooses keys.
+//! Prefix stability: earlier outputs must not depend on later tokens, whatever selects keys.
 
 use std::ops::Range;
 
 use crate::prelude::*;
 
-/// What is made of queries and keys.
+/// A function of queries and keys.
 type Of<'a, T> = &'a dyn Fn(&[Tensor<4>], &[Tensor<4>]) -> T;
 
-/// A call that chooses what it attends to, of tensors `[batch, heads, rows, width]` with a row for each query or key; as many queries as keys.
+/// A call with selection, on tensors `[batch, heads, rows, width]` with a row per query or key; as many queries as keys.
 pub struct Prefix<'a> {
     pub what: String,
     pub queries: Vec<Tensor<4>>,
@@ -15,14 +15,14 @@ pub struct Prefix<'a> {
     pub attend: Of<'a, Tensor<4>>,
     /// `[batch, heads, rows, most]`.
     pub choose: Of<'a, Tensor<4, Int>>,
-    /// Whether the choice of a row of `[batch · heads · rows]` does not hang on a rounding: products of other sizes may be rounded otherwise.
+    /// Whether no rounding can change the selection of a row of `[batch · heads · rows]`; products of other sizes may be rounded differently.
     pub is_clear: &'a dyn Fn(usize) -> bool,
-    /// How far rows may be off that are summed in another order.
+    /// Tolerance for rows that are summed in another order.
     pub within: f64,
 }
 
 impl Prefix<'_> {
-    /// Later tokens change nothing of what comes before them, and queries alone see what they see among all.
+    /// Later tokens change no earlier output, and queries alone see the same as among all.
     pub fn assert_stable(&self) {
         let whole = (self.attend)(&self.queries, &self.keys);
         let [_, _, rows, width] = whole.dims();

@@ -1,20 +1,20 @@
-//! The rules of content-based selection on devices, against those on the host: attention over what a rule chose shows which blocks it kept.
+//! Rules of content-based selection on devices, against those on the host. Attention over a rule's selection reveals the kept blocks.
 
 use burn_sparse_select::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 
 use crate::device_layout::case::{Case, cases, read};
 use crate::prelude::*;
 
-/// Scores of a row.
+/// Kind of scores of a row.
 #[derive(Clone, Copy, Debug)]
 enum Scores {
-    /// Of many sizes.
+    /// Of many magnitudes.
     Any,
-    /// Few numbers, so that many are equal.
+    /// Few distinct numbers, so that many are equal.
     Few,
-    /// Zeros of both signs, infinities, numbers that are none or all but 0.
+    /// Zeros of both signs, infinities, NaN and subnormals.
     Odd,
-    /// One number.
+    /// All equal.
     Equal,
 }
 
@@ -44,7 +44,7 @@ fn grid(case: &Case) -> ScoreGrid {
     }
 }
 
-/// `[patterns · q_blocks][kv_blocks]`: what a rule keeps on the host.
+/// Returns the blocks that a rule keeps on the host, `[patterns · q_blocks][kv_blocks]`.
 fn kept(case: &Case, rule: &Rule, scores: &[f32]) -> Vec<Vec<bool>> {
     let [_, _, q_blocks, kv_blocks] = case.dims();
     let rows = scores.chunks(kv_blocks).enumerate();
@@ -55,7 +55,7 @@ fn kept(case: &Case, rule: &Rule, scores: &[f32]) -> Vec<Vec<bool>> {
     rows.collect()
 }
 
-/// A rule whose share is so far from every row's sums that f32 sums choose alike.
+/// Returns a rule whose share is so far from every row's sums that f32 sums decide alike.
 fn clear(case: &Case, rule: Rule, scores: &[f32], rng: &mut ChaCha8Rng) -> Rule {
     let with = |share: f64| {
         let keep = match rule.keep {
@@ -81,7 +81,7 @@ fn clear(case: &Case, rule: Rule, scores: &[f32], rng: &mut ChaCha8Rng) -> Rule 
     with(found.next().expect("a share away from all sums"))
 }
 
-/// Attention by queries of zeros: a query's output is the mean of the values that it sees, its lse the logarithm of how many they are.
+/// Attends with queries of zeros: a query's output is the mean of the values that it sees, and its lse the logarithm of their number.
 fn check(case: &Case, rule: Rule, scores: &[f32], device: &Device, rng: &mut ChaCha8Rng) {
     let [batches, heads, q_blocks, _] = case.dims();
     let rows = kept(case, &rule, scores);
@@ -123,7 +123,7 @@ fn check(case: &Case, rule: Rule, scores: &[f32], device: &Device, rng: &mut Cha
     assert_close(&format!("{what}: out"), got.0.into_data(), &out, 1e-5);
 }
 
-/// A rule of each kind, with random numbers.
+/// Returns a rule of each kind, with random numbers.
 fn rules(case: &Case, rng: &mut ChaCha8Rng) -> Vec<Rule> {
     let [_, _, _, blocks] = case.dims();
     let share = rng.random_range(0.05..0.98);
@@ -156,14 +156,14 @@ fn rules(case: &Case, rng: &mut ChaCha8Rng) -> Vec<Rule> {
     keeps.map(&mut rule).to_vec()
 }
 
-/// Rows of more blocks than a word, and of more words than a cube has units.
+/// Rows of more blocks than a word has bits, and of more words than a cube has units.
 const LONG: &str = "
     several units            | 20 1300 8 | patterns 1 1
     blocks of half the heads | 40 600 8  | heads 4 1, patterns 2 2
     more words than units    | 3 70003 8 | patterns 1 1, dim 8
 ";
 
-/// Rows of all kinds of scores, all rules, any forced blocks.
+/// Rows with all kinds of scores, all rules, any forced blocks.
 pub fn rules_keep_the_same_on_devices(devices: &[Device]) {
     let mut ran = 0;
     let long = rows(LONG).into_iter().map(read);

@@ -1,4 +1,4 @@
-//! What holds of choices by content whatever the method: the same bits in every run, recordings, the bound of outputs by recall, and rules that are nested.
+//! Properties of content-based selections with any method: equal bits in every run, graph capture, the bound of outputs by recall, and nested rules.
 
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
 use burn_blocksparse::internal::runs_kernels;
@@ -12,7 +12,7 @@ use crate::prelude::*;
 
 const SEQ: usize = 75;
 
-/// Methods whose steps on a device are their own, and one within a window.
+/// Methods with their own steps on devices, and one within a window.
 fn choices() -> Vec<(Selection, Option<BlockLayout>)> {
     let near = Pattern::local(40).layout(4, SEQ, 8).unwrap();
     let of = |text: &str| -> Selection { text.parse().unwrap() };
@@ -26,7 +26,7 @@ fn choices() -> Vec<(Selection, Option<BlockLayout>)> {
     ]
 }
 
-/// Out and the gradients of the sum of its squares by queries and keys.
+/// Returns out and the gradients of the sum of its squares with respect to queries and keys.
 fn step(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -56,7 +56,7 @@ fn inputs(device: &Device) -> [TensorData; 2] {
     })
 }
 
-/// Twenty runs, the same bits.
+/// Twenty runs give equal bits.
 pub fn choices_give_the_same_bits(devices: &[Device]) {
     for device in devices {
         let numbers = inputs(device);
@@ -73,8 +73,8 @@ pub fn choices_give_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// A choice, attention over it and the gradients, recorded and run again over other inputs: in a recording nothing can be read back or uploaded, and what
-/// is replayed compiles nothing. Where no kernels run the host reads the choice, so there is nothing to record.
+/// A selection, attention over it and the gradients, captured and replayed with other inputs: a capture allows no read-back or upload, and a replay
+/// compiles nothing. Without kernels the host reads the selection, so nothing can be captured.
 pub fn choices_are_replayed(devices: &[Device]) {
     for device in devices.iter().filter(|device| runs_kernels(device)) {
         for choice in choices() {
@@ -100,7 +100,7 @@ pub fn choices_are_replayed(devices: &[Device]) {
     }
 }
 
-/// `‖o − o_full‖ ≤ 2 (1 − recall) · max‖v‖`, of every query.
+/// `‖o − o_full‖ ≤ 2 (1 − recall) · max‖v‖` for every query.
 pub fn outputs_are_bounded_by_recall(devices: &[Device]) {
     for device in devices {
         let [q, k] = inputs(device).map(|x| Tensor::<4>::from_data(x, device) * 4.0);
@@ -137,12 +137,12 @@ pub fn outputs_are_bounded_by_recall(devices: &[Device]) {
     }
 }
 
-/// More blocks, or a larger share, keep what fewer keep; all blocks and the share 1 keep everything.
+/// A larger budget keeps a superset; all blocks and the share 1 keep everything.
 pub fn rules_are_nested(devices: &[Device]) {
     let case = Case::new("nested rules", 70, 90, 8);
     let blocks = case.dims()[3];
     let mut rng = seeded(41);
-    // Some equal, some no numbers.
+    // With ties and NaN.
     let scores: Vec<f32> = (0..case.dims().iter().product())
         .map(|_| match rng.random_range(0..9) {
             0 => f32::NAN,

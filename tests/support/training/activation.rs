@@ -25,13 +25,13 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `x · sigmoid(s x)` and its derivative.
+/// Returns `x · sigmoid(s x)` and its derivative.
 fn swish(x: f64, s: f64) -> [f64; 2] {
     let at = sigmoid(s * x);
     [x * at, at + s * x * at * (1.0 - at)]
 }
 
-/// `f(x)` and `f'(x)`.
+/// Returns `f(x)` and `f'(x)`.
 pub fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
     match activation {
         Activation::None => [x, 1.0],
@@ -40,7 +40,7 @@ pub fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
             let factor = (2.0 / PI).sqrt();
             let tanh = (factor * (x + 0.044715 * x.powi(3))).tanh();
             let inner = factor * (1.0 + 3.0 * 0.044715 * x * x);
-            // Where the cosine is infinite, its reciprocal is 0.
+            // 1 − tanh² instead of the reciprocal of cosh², which may overflow.
             let by_inner = 1.0 - tanh * tanh;
             let slope = 0.5 * (1.0 + tanh) + 0.5 * x * by_inner * inner;
             [0.5 * x * (1.0 + tanh), slope]
@@ -56,7 +56,7 @@ pub fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
     }
 }
 
-/// A call with tensors of any rank.
+/// Makes a call with tensors of any rank.
 fn case(shape: &[usize], activation: Activation, bias: bool) -> Case<'_> {
     let count: usize = shape.iter().product();
     let width = shape[shape.len() - 1];
@@ -64,7 +64,7 @@ fn case(shape: &[usize], activation: Activation, bias: bool) -> Case<'_> {
     case_of(shape, activation, scaled, bias.then(|| numbers(22, width))).result("y", 0, shape, 23)
 }
 
-/// Of numbers and a bias, without its result.
+/// Makes a call from values of x and a bias, without a result.
 fn case_of(
     shape: &[usize],
     activation: Activation,
@@ -101,7 +101,7 @@ fn case_of(
     case.input_if(has_bias, "bias", 1, &[width], bias.unwrap_or_default())
 }
 
-/// Shapes with rows and widths of all kinds and of each rank, empty ones too.
+/// Shapes of each rank with many numbers of rows and widths, including empty ones.
 const SHAPES: [&[usize]; 17] = [
     &[1, 1],
     &[7, 3],
@@ -119,7 +119,7 @@ const SHAPES: [&[usize]; 17] = [
     &[2, 0, 5],
     &[4, 0],
     &[0, 5, 64],
-    // Steps that a cube makes along the rows.
+    // Several steps of a cube along the rows.
     &[2200, 1001],
 ];
 
@@ -146,7 +146,7 @@ pub fn bias_activation_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Half precision, and a bias of another dtype than x, within the rounding of what is rounded.
+/// Half precision, and a bias of another dtype than x, within the rounding of the rounded ones.
 pub fn bias_activation_in_half_precision(devices: &[Device]) {
     for (device, half) in halves(devices) {
         for (index, activation) in Activation::ALL.into_iter().enumerate() {
@@ -164,7 +164,7 @@ pub fn bias_activation_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Far from 0 each activation is 0 or the number itself: nothing is infinite that is not in f64.
+/// Far from 0 each activation is 0 or the input: nothing overflows that is finite in f64.
 pub fn bias_activation_of_large_values(devices: &[Device]) {
     const LARGE: [f64; 12] = [
         0.0, -0.0, 5.5, 20.0, 30.0, 87.0, 89.0, 104.0, 710.0, 1e4, 65_504.0, 1e-6,
@@ -191,7 +191,7 @@ pub fn bias_activation_of_large_values(devices: &[Device]) {
     }
 }
 
-/// The same bits whatever the strides, and frozen inputs.
+/// Equal bits whatever the strides, and frozen inputs.
 pub fn bias_activation_bits_and_constants(devices: &[Device]) {
     for activation in Activation::ALL {
         case(&[60, 50, 24], activation, true).gives_the_same_bits(devices, 0.0);
@@ -199,7 +199,7 @@ pub fn bias_activation_bits_and_constants(devices: &[Device]) {
     }
 }
 
-/// What is seen of a tensor elsewhere stays, though the result may take the tensor's place.
+/// Other views of a tensor are unchanged, although the result may overwrite it.
 pub fn bias_activation_of_slices(devices: &[Device]) {
     for plain in devices {
         for device in [plain.clone(), plain.clone().autodiff()] {
@@ -214,7 +214,7 @@ pub fn bias_activation_of_slices(devices: &[Device]) {
     }
 }
 
-/// What will run is said before, in words.
+/// Plans describe in words what will run.
 pub fn bias_activation_plans(devices: &[Device]) {
     for device in devices {
         let x = Tensor::<2>::zeros([300, 512], device);

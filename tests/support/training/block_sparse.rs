@@ -7,7 +7,7 @@ use burn_fused_ops::{LinearOptions, linear};
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// The dtypes of a case are those of x, the weights and the result, of which the last is asked for if it is another one than x's.
+/// Makes a case, with dtypes of x, the weights and the result; the last is requested if it differs from x's.
 fn case([batch, rows]: [usize; 2], layout: &WeightLayout, more: bool) -> Case<'_> {
     let (ins, outs, block) = (layout.inputs(), layout.outputs(), layout.block());
     let call = move |x: &mut Tensors| {
@@ -62,7 +62,7 @@ fn case([batch, rows]: [usize; 2], layout: &WeightLayout, more: bool) -> Case<'_
 /// Rows, layouts, and whether there are a bias and gates.
 fn calls() -> Vec<([usize; 2], WeightLayout, bool)> {
     let random = |shape, block, density| WeightLayout::random(shape, block, density, 3).unwrap();
-    // Output blocks 0 and 3 and input block 1 keep nothing.
+    // Output blocks 0 and 3 and input block 1 are empty.
     let holes = WeightLayout::from_mask([48, 64], 16, &HOLES).unwrap();
     let none = WeightLayout::from_mask([16, 32], 16, &[false; 2]).unwrap();
     let world = WeightLayout::small_world([128, 96], 16, 0.3, 0.2, 1).unwrap();
@@ -80,7 +80,7 @@ fn calls() -> Vec<([usize; 2], WeightLayout, bool)> {
             false,
         ),
         ([1, 40], random([384, 256], 128, 0.5), true),
-        // The rows of a weight's gradient in groups, and a long sum that is not.
+        // The rows of a weight's gradient in groups, and a long sum in one.
         ([4, 1024], random([48, 32], 16, 0.5), false),
         ([1, 5000], random([32, 48], 16, 0.5), false),
         ([2, 0], random([32, 48], 16, 0.5), true),
@@ -104,7 +104,7 @@ pub fn block_sparse_products_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Factors are rounded, sums are not: gradients are f32 where their tensors are.
+/// Factors are rounded, sums are not: gradients are f32 if their tensors are.
 pub fn block_sparse_products_in_half_precision(devices: &[Device]) {
     let world = WeightLayout::small_world([128, 96], 16, 0.3, 0.2, 1).unwrap();
     let random = WeightLayout::random([192, 128], 64, 0.5, 3).unwrap();
@@ -113,7 +113,7 @@ pub fn block_sparse_products_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same numbers whatever the strides, and frozen inputs.
+/// Equal results whatever the strides, and frozen inputs.
 pub fn block_sparse_products_bits_and_constants(devices: &[Device]) {
     let layout = WeightLayout::random([64, 48], 16, 0.5, 1).unwrap();
     let within = products_within(devices);
@@ -121,7 +121,7 @@ pub fn block_sparse_products_bits_and_constants(devices: &[Device]) {
     case([1, 30], &layout, true).has_constants(devices, within);
 }
 
-/// A layout that keeps every block is a dense product.
+/// A layout with every block is a dense product.
 pub fn dense_layouts_equal_linear(devices: &[Device]) {
     let (ins, outs, block) = (6, 4, 32);
     let layout = WeightLayout::dense([ins * block, outs * block], block).unwrap();

@@ -1,4 +1,4 @@
-//! An operation as a case: its tensors, its call, and the loops in f64 that judge it. What holds of every operation stands here, once.
+//! An operation as a case: its tensors, its call, and the f64 loops that judge it. The common properties of operations are checked here.
 
 use burn::tensor::Shape;
 use burn_blocksparse::OpPlan;
@@ -11,22 +11,22 @@ use crate::prelude::*;
 struct Given {
     name: String,
     shape: Vec<usize>,
-    /// Of an input; of a result the gradient with respect to it, or nothing where it is not in the loss.
+    /// Values of an input; of a result the gradient with respect to it, or None if it is not in the loss.
     values: Option<Vec<f64>>,
-    /// Which of a call's dtypes it has.
+    /// Index into a call's dtypes.
     dtype: usize,
 }
 
-/// How tensors lie in memory.
+/// Memory order of tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Laid {
-    /// As their shapes say.
+    /// Contiguous.
     Plain,
-    /// With the first and the last dimension the other way round, behind steps that gradient checkpointing computes again; gradients with respect to results, too.
+    /// With the first and the last dimension swapped, after steps that gradient checkpointing recomputes; also gradients with respect to results.
     Turned,
 }
 
-/// What a case gives: its results, and the gradients with respect to its inputs where there are some.
+/// Results of a case, and the gradients with respect to its inputs, if any.
 pub type Found = Vec<Option<TensorData>>;
 
 pub type Call<'a> = dyn Fn(&mut Tensors) -> Vec<Made> + 'a;
@@ -42,7 +42,7 @@ pub struct Case<'a> {
     judge: Box<Judge<'a>>,
 }
 
-/// The tensors of a call, in the order of the inputs.
+/// Tensors of a call, in the order of the inputs.
 pub struct Tensors {
     rest: std::vec::IntoIter<(Tensor<1>, Vec<usize>, Laid)>,
     pub dtypes: Vec<DType>,
@@ -61,7 +61,7 @@ impl Tensors {
     }
 }
 
-/// Burn reads a 0 of `reshape` as the length that there was.
+/// Reshapes. Burn's `reshape` takes a 0 as the existing length, so empty shapes need a detour.
 fn shaped<const D: usize>(flat: Tensor<1>, shape: [usize; D]) -> Tensor<D> {
     match shape.iter().position(|length| *length == 0) {
         None => flat.reshape(shape),
@@ -92,7 +92,7 @@ impl<const D: usize> From<Tensor<D>> for Made {
     }
 }
 
-/// Lengths of the first, of all the middle and of the last dimension.
+/// Returns the lengths of the first, of all middle and of the last dimensions.
 fn three(shape: &[usize]) -> [usize; 3] {
     match shape {
         [first, middle @ .., last] => [*first, middle.iter().product(), *last],
@@ -100,7 +100,7 @@ fn three(shape: &[usize]) -> [usize; 3] {
     }
 }
 
-/// The values of a tensor, or a seed for them; a result without any is in no loss.
+/// Values of a tensor, or a seed for them; a result without values is not in the loss.
 pub trait Values {
     fn of(self, count: usize) -> Option<Vec<f64>>;
 }
@@ -141,7 +141,7 @@ impl Given {
         tensor(&values, [values.len()], device, dtypes[self.dtype])
     }
 
-    /// A gradient with respect to this input, as it would be if it was not turned.
+    /// Reads a gradient with respect to this input, in the order of the contiguous tensor.
     fn back(&self, grad: Tensor<1>, laid: Laid) -> TensorData {
         let [a, m, b] = three(&self.shape);
         match laid {
@@ -152,7 +152,7 @@ impl Given {
 }
 
 impl<'a> Case<'a> {
-    /// A call without tensors. Its judge gets the inputs and the gradients with respect to results, and gives the results and the gradients with respect to inputs.
+    /// Makes a call without tensors. Its judge maps inputs and gradients with respect to results to results and gradients with respect to inputs.
     pub fn new(
         what: impl Into<String>,
         call: impl Fn(&mut Tensors) -> Vec<Made> + 'a,
@@ -167,7 +167,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A call that is compared with another one alone.
+    /// Makes a call that is only compared with another one.
     pub fn unjudged(
         what: impl Into<String>,
         call: impl Fn(&mut Tensors) -> Vec<Made> + 'a,
@@ -189,7 +189,7 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// An input that some calls have.
+    /// Adds an input if `is_there`.
     pub fn input_if(
         self,
         is_there: bool,
@@ -204,7 +204,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A result, and the gradient with respect to it if it is in the loss.
+    /// Adds a result, and the gradient with respect to it if it is in the loss.
     pub fn result(
         mut self,
         name: &str,
@@ -216,7 +216,7 @@ impl<'a> Case<'a> {
         self
     }
 
-    /// With numbers that another dtype has, too.
+    /// Rounds the values to another dtype.
     pub fn rounded(mut self, dtype: DType) -> Self {
         let all = self.inputs.iter_mut().chain(&mut self.results);
         all.filter_map(|given| given.values.as_mut())
@@ -228,7 +228,7 @@ impl<'a> Case<'a> {
         vec![true; self.inputs.len()]
     }
 
-    /// The inputs, which are differentiated by where `tracked` says so.
+    /// Makes the inputs; those that are `tracked` require gradients.
     fn leaves(
         &self,
         device: &Device,
@@ -261,7 +261,7 @@ impl<'a> Case<'a> {
         made
     }
 
-    /// The results, and the gradients with respect to inputs that are tracked.
+    /// Returns the results, and the gradients with respect to tracked inputs.
     pub fn run(&self, device: &Device, dtypes: &[DType], tracked: &[bool], laid: Laid) -> Found {
         let leaves = self.leaves(device, dtypes, tracked, laid);
         let made = self.call(leaves.clone(), dtypes, laid);
@@ -278,7 +278,7 @@ impl<'a> Case<'a> {
                 DType::F64 => DType::F64,
                 _ => DType::F32,
             };
-            // Not `sum`: on WGPU its gradient, if there are no numbers, is written over the loss's.
+            // Not `sum`: on WGPU its gradient overwrites the loss's if the tensor is empty.
             let part = (seen * given.flat(device, dtypes, laid))
                 .sum_dim(0)
                 .cast(sums);
@@ -301,17 +301,17 @@ impl<'a> Case<'a> {
         found
     }
 
-    /// With everything tracked.
+    /// Runs with all inputs tracked.
     pub fn run_all(&self, device: &Device, dtypes: &[DType]) -> Found {
         self.run_on(&device.clone().autodiff(), dtypes)
     }
 
-    /// The same on a device with autodiff.
+    /// Like [`Self::run_all`], on an autodiff device.
     pub fn run_on(&self, device: &Device, dtypes: &[DType]) -> Found {
         self.run(device, dtypes, &self.all(), Laid::Plain)
     }
 
-    /// What is made of the numbers of inputs and of the gradients with respect to results.
+    /// Applies a function to the values of inputs and of gradients with respect to results, rounded to dtypes.
     pub fn numbers<R>(&self, dtypes: &[DType], of: impl Fn(&[Vec<f64>], &[Vec<f64>]) -> R) -> R {
         let all = |given: &[Given]| given.iter().map(|x| x.rounded(dtypes)).collect::<Vec<_>>();
         of(&all(&self.inputs), &all(&self.results))
@@ -321,7 +321,7 @@ impl<'a> Case<'a> {
         &self.judge
     }
 
-    /// What a device gives and what it should, by name.
+    /// Returns a device's results and the expected ones, by name.
     pub fn compared(
         &self,
         device: &Device,
@@ -343,7 +343,7 @@ impl<'a> Case<'a> {
         named.collect()
     }
 
-    /// Compares all results and gradients, by how far each may be off.
+    /// Compares all results and gradients, with a tolerance for each.
     pub fn check(&self, device: &Device, dtypes: &[DType], within: impl Fn(usize) -> f64) {
         let compared = self.compared(device, dtypes).into_iter().enumerate();
         for (index, (what, got, expected)) in compared {
@@ -356,7 +356,7 @@ impl<'a> Case<'a> {
         self.check(device, &[dtype; 4], |_| tolerance);
     }
 
-    /// Compares the results of a call that nothing is differentiated by.
+    /// Compares the results of a call without tracked inputs.
     pub fn check_results(&self, device: &Device, dtype: DType, tolerance: f64) {
         let (dtypes, none) = ([dtype; 4], vec![false; self.inputs.len()]);
         let expected = self.numbers(&dtypes, &self.judge);
@@ -367,8 +367,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// The same bits twice, whatever the strides of tensors and of gradients, and with gradient checkpointing through steps that it computes again. Other
-    /// strides may be within a tolerance.
+    /// Two runs give equal bits, whatever the strides of tensors and gradients, and with gradient checkpointing. Other strides may differ by a
+    /// tolerance.
     pub fn gives_the_same_bits(&self, devices: &[Device], strides: f64) {
         for plain in devices {
             let first = self.run_all(plain, &[DType::F32; 4]);
@@ -384,8 +384,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// What is frozen has no gradient, and changes no other by more than that; where nothing is tracked, nothing is to be differentiated, and inputs that are
-    /// used again are as they were.
+    /// Frozen inputs get no gradient, and change no other beyond `tolerance`. Without tracked inputs nothing is differentiated, and inputs that are
+    /// used again are unchanged.
     pub fn has_constants(&self, devices: &[Device], tolerance: f64) {
         let f32s = &[DType::F32; 4];
         for plain in devices {
@@ -419,22 +419,22 @@ impl<'a> Case<'a> {
                 let after = leaves.iter().map(|x| Some(read(x.clone()))).collect();
                 let what = format!("{}, {device:?}, untracked", self.what);
                 assert_found(&format!("{what}, inputs"), &after, &before, 0.0);
-                // The last use, whose results may take the places of inputs.
+                // The last use, whose results may overwrite inputs.
                 assert_found(&what, &results(leaves), &once, 0.0);
             }
         }
     }
 }
 
-/// Compares products in half precision, whose dtypes are those of x, the weights and the result: factors are rounded, sums are not, and gradients are f32
-/// where their tensors are.
+/// Compares products in half precision, with dtypes of x, the weights and the result: factors are rounded, sums are not, and gradients are f32 if
+/// their tensors are.
 pub fn check_products_in_halves<'a>(devices: &[Device], case: impl Fn() -> Case<'a>) {
     for (device, half) in halves(devices) {
         let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
         let case = case().rounded(half);
         let f32 = DType::F32;
         for dtypes in [[f32, f32, half], [half, f32, half], [half; 3]] {
-            // The result, the gradient by x, and those by weights.
+            // The result, the gradient with respect to x, and those with respect to weights.
             let of = |index: usize| dtypes[[2, 0, 1][index.min(2)]];
             let within = |index| if of(index) == half { rounding } else { 1e-5 };
             case.check(device, &dtypes, within);
@@ -442,13 +442,13 @@ pub fn check_products_in_halves<'a>(devices: &[Device], case: impl Fn() -> Case<
     }
 }
 
-/// How far products of other strides, or beside other gradients, may be apart: other kernels multiply.
+/// Returns the tolerance of products with other strides or other gradients, which other kernels may compute.
 pub fn products_within(devices: &[Device]) -> f64 {
     let within = |device: &Device| product_tolerance(device, DType::F32, 1e-6);
     devices.iter().map(within).fold(0.0, f64::max)
 }
 
-/// Panics if there are not the same results, with other bits or further apart than that.
+/// Panics if results or their presence differ, in bits or beyond `tolerance`.
 pub fn assert_found(what: &str, got: &Found, expected: &Found, tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -467,7 +467,7 @@ pub fn assert_found(what: &str, got: &Found, expected: &Found, tolerance: f64) {
     }
 }
 
-/// Kernels where there are some, and text that says so.
+/// Checks that a plan uses kernels exactly where there are some, and that its text says so.
 pub fn assert_plan(plan: &OpPlan, device: &Device) {
     let name = format!("{device:?}");
     let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind)) && !uses_reference();

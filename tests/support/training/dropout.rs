@@ -1,15 +1,15 @@
-//! Dropout of a tensor, against what the host says is kept.
+//! Dropout of a tensor, against the mask on the host.
 
 use burn_fused_ops::{ElementDropout, dropout};
 
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// Dropout and its gradient, of all widths and dtypes.
+/// Dropout and its gradient, for all widths and dtypes.
 pub fn stream_dropout_equals_f64(devices: &[Device]) {
     let whole = ElementDropout::new(0.4, 17 + (3 << 32), 9);
     let sizes = [[1, 1], [7, 3], [300, 34], [20, 136], [0, 4], [5, 0]];
-    // The rows of the last one begin again at 0.
+    // The row index of the last one wraps to 0.
     let masks = [
         whole,
         whole.with_first_row(1000),
@@ -17,7 +17,7 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
     ];
     let cases = (masks.into_iter()).flat_map(|mask| sizes.map(|size| (mask, size)));
     for (mask, [rows, width]) in cases {
-        // Numbers that every dtype has.
+        // Values that are exact in every dtype.
         let numbers = |factor: usize| -> Vec<f64> {
             let number = |at: usize| (at * factor % 31) as f64 / 16.0 - 1.0;
             (0..rows * width).map(number).collect()
@@ -43,7 +43,7 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Nothing is dropped with a probability of 0, and the plan says what runs.
+/// Nothing is dropped with probability 0, and the plan tells what runs.
 pub fn stream_dropout_of_views(devices: &[Device]) {
     let mask = ElementDropout::new(0.4, 5, 1);
     for device in devices {

@@ -1,18 +1,18 @@
-//! Rows of a table and the gradient by it, against loops in f64.
+//! Rows of a table and the gradient with respect to it, against f64 loops.
 
 use burn_fused_ops::{embedding, embedding_backward};
 
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// Ids are alike: the first entries come most often, some never.
+/// Returns ids of uneven frequency: the first entries are most frequent, some never occur.
 fn ids_of(seed: u64, vocab: usize, count: usize) -> Vec<i32> {
     let shares = drawn(&mut seeded(seed), count, 0.0..1.0).into_iter();
     let ids = shares.map(|share: f64| ((share * share * vocab as f64) as usize).min(vocab - 1));
     ids.map(|id| id as i32).collect()
 }
 
-/// The sums of rows' gradients, where what is outside of the vocabulary counts for nothing.
+/// Sums the rows' gradients per table row; ids outside of the vocabulary are skipped.
 fn by_table(ids: &[i32], grad: &[f64], [vocab, width]: [usize; 2]) -> Vec<f64> {
     let mut sums = vec![0.0; vocab * width];
     for (id, grad) in ids.iter().zip(grad.chunks(width)) {
@@ -76,7 +76,7 @@ pub fn embedding_gives_the_same_bits(devices: &[Device]) {
     case(930, [256, 64], [2, 3000]).gives_the_same_bits(devices, 0.0);
 }
 
-/// The gradient alone, of views, of no positions; with kernels also of ids outside of the vocabulary.
+/// The gradient alone, of views, without positions; on kernels also with ids outside of the vocabulary.
 pub fn embedding_backward_equals_f64(devices: &[Device]) {
     for device in devices {
         let (mut ids, grad) = (ids_of(940, 70, 500), numbers(942, 500 * 20));

@@ -1,4 +1,4 @@
-//! Products of few rows without a backward pass, against f64: one to three weights that lie in any way, to heads and from them.
+//! Products of few rows without a backward pass, against f64: one to three weights in any memory order, to heads and from them.
 
 use burn::tensor::FloatDType;
 use burn_fused_ops::{Activation, LinearOptions, gated_linear, out_proj, qkv_proj};
@@ -16,11 +16,11 @@ const LENGTHS: [Lengths; 10] = [
     (3, 4104, &[40]),
     (5, 64, &[1032]),
     (8, 1000, &[264, 128, 8]),
-    // With tensor cores, in half precision.
+    // On tensor cores in half precision.
     (9, 64, &[64]),
     (30, 576, &[136, 64, 8]),
     (64, 264, &[40]),
-    // Too many.
+    // Too many rows.
     (65, 64, &[64]),
 ];
 
@@ -45,7 +45,7 @@ fn expected(
     (0..rows).flat_map(row).collect()
 }
 
-/// In every dtype of a device.
+/// Runs a check in every dtype of a device.
 fn each(devices: &[Device], check: impl Fn(&Device, DType, f64)) {
     for (device, dtype, tolerance) in exact(devices) {
         check(device, dtype, product_tolerance(device, dtype, tolerance));
@@ -55,7 +55,7 @@ fn each(devices: &[Device], check: impl Fn(&Device, DType, f64)) {
     }
 }
 
-/// Rows of values that a dtype has.
+/// Returns values that are exact in a dtype.
 fn values(seed: u64, count: usize, dtype: DType) -> Vec<f64> {
     let mut values = numbers(seed, count);
     round_to(&mut values, dtype);
@@ -74,7 +74,7 @@ pub fn few_rows_equal_f64(devices: &[Device]) {
     }
 }
 
-/// Of one token of each text, as decoding has them: with a bias, and of widths that no slice of a buffer begins at.
+/// One token per sequence, like in decoding: with a bias, and widths at which no aligned slice of a buffer begins.
 pub fn few_rows_by_heads_equal_f64(devices: &[Device]) {
     let (batch, depth, parts) = (3, 72, [(3, 24), (1, 24), (1, 24)]);
     let outs = [72, 24, 24];

@@ -7,10 +7,9 @@ use crate::training::case::*;
 
 const BRANCHES: usize = NsaBranches::COUNT;
 
-/// All branches.
 const ALL: [bool; BRANCHES] = [true; BRANCHES];
 
-/// The tensors of branches that are there, of which the second always is, the gates and the gradient.
+/// Makes a case of the branches that are present (the second always is), the gates and the gradient.
 fn case(shape: [usize; 4], there: [bool; BRANCHES]) -> Case<'static> {
     let [batch, heads, seq, width] = shape;
     let of_gates = [batch, heads, seq, BRANCHES];
@@ -51,7 +50,7 @@ fn gated([first, second, third]: [Option<Tensor<4>>; BRANCHES], gates: Tensor<4>
     branches.gated(gates).unwrap()
 }
 
-/// Rows and widths of all kinds, with and without the branches that may be off.
+/// Many numbers of rows and widths, with and without the optional branches.
 const CASES: [([usize; 4], [bool; BRANCHES]); 12] = [
     ([1, 1, 1, 1], ALL),
     ([2, 3, 5, 7], ALL),
@@ -63,13 +62,13 @@ const CASES: [([usize; 4], [bool; BRANCHES]); 12] = [
     ([1, 2, 5, 1000], ALL),
     ([1, 1, 3, 259], [true, true, false]),
     ([1, 4, 70, 2], ALL),
-    // Nothing.
+    // Empty tensors.
     ([0, 2, 3, 4], ALL),
     ([1, 2, 0, 8], [false, true, true]),
     ([1, 2, 3, 0], [true, true, false]),
 ];
 
-/// The sum and the gradients by branches and gates.
+/// The sum and the gradients with respect to branches and gates.
 pub fn gated_sums_equal_f64(devices: &[Device]) {
     for (shape, there) in CASES {
         let case = case(shape, there);
@@ -84,7 +83,7 @@ pub fn gated_sums_equal_f64(devices: &[Device]) {
     }
 }
 
-/// In half precision every number is rounded once, whatever the gates' dtype; gates in f32 are not rounded.
+/// In half precision every element is rounded once, whatever the gates' dtype; f32 gates are not rounded.
 pub fn gated_sums_in_half_precision(devices: &[Device]) {
     for (device, half) in halves(devices) {
         for dtypes in [[half; 2], [half, DType::F32], [DType::F32, half]] {
@@ -93,7 +92,7 @@ pub fn gated_sums_in_half_precision(devices: &[Device]) {
                 for (what, got, expected) in case(shape, there).compared(device, &dtypes) {
                     let unit = unit(got.dtype());
                     for (at, (got, expected)) in to_f64(got).iter().zip(expected).enumerate() {
-                        // Sums of up to 128 products in f32, and numbers below the smallest of f16.
+                        // Sums of up to 128 products in f32, and elements below the range of f16.
                         let within = unit * expected.abs() + 3e-5;
                         assert_near(&format!("{what} at {at}"), &[*got], &[expected], within);
                     }
@@ -103,7 +102,7 @@ pub fn gated_sums_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same bits whatever the strides, and frozen inputs; one tensor may be all branches.
+/// Equal bits whatever the strides, and frozen inputs; one tensor may be all branches.
 pub fn gated_sums_bits_and_constants(devices: &[Device]) {
     case([2, 3, 40, 24], ALL).gives_the_same_bits(devices, 0.0);
     case([2, 2, 9, 20], ALL).has_constants(devices, 0.0);
@@ -121,7 +120,7 @@ pub fn gated_sums_bits_and_constants(devices: &[Device]) {
     }
 }
 
-/// A gradient that the caller keeps is as it was, though gradients by branches may take its place.
+/// A gradient that the caller keeps is unchanged, although gradients with respect to branches may overwrite it otherwise.
 pub fn gated_sums_keep_their_gradients(devices: &[Device]) {
     for plain in devices {
         let device = plain.clone().autodiff();
@@ -138,7 +137,7 @@ pub fn gated_sums_keep_their_gradients(devices: &[Device]) {
     }
 }
 
-/// More numbers than 32 bits count, for a large GPU: the last rows are those of a small call.
+/// More elements than 32-bit indices reach, for a large GPU: the last rows are those of a small call.
 pub fn gated_sums_of_more_than_2_31_elements(devices: &[Device]) {
     let (heads, seq, width, last) = (5, 1 << 22, 128, 40);
     let case = case([1, 1, last, width], [true, true, false]);
@@ -150,7 +149,7 @@ pub fn gated_sums_of_more_than_2_31_elements(devices: &[Device]) {
             let shape = [1, 1, last, width];
             tensor::<4>(&numbers(seed, last * width), shape, &device, dtypes[0])
         };
-        // Zeros, and the small call's rows at the end.
+        // Zeros, with the small call's rows at the end.
         let large = |x: Tensor<4>| {
             let [.., rows, width] = x.dims();
             let zeros = Tensor::<4>::zeros([1, heads, seq, width], (&device, dtypes[0]));

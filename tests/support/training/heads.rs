@@ -12,7 +12,7 @@ fn width_of(parts: Parts<'_>) -> usize {
     parts.iter().map(|(heads, dim)| heads * dim).sum()
 }
 
-/// Calls `visit` with the part, the place in the part and the place in x of each number.
+/// Calls `visit` with the part, the index in the part and the index in x of each element.
 fn each_place(
     [batch, seq]: [usize; 2],
     parts: Parts<'_>,
@@ -30,7 +30,7 @@ fn each_place(
     }
 }
 
-/// Parts of x, of which some may not be used.
+/// Makes a case of parts of x, of which some may be unused.
 fn case<'a>(rows: [usize; 2], parts: Parts<'a>, bias: bool, unused: &[usize]) -> Case<'a> {
     let [batch, seq] = rows;
     let width = width_of(parts);
@@ -63,7 +63,7 @@ fn case<'a>(rows: [usize; 2], parts: Parts<'a>, bias: bool, unused: &[usize]) ->
     })
 }
 
-/// What is moved is not rounded: the gradient with respect to x, and parts without a bias.
+/// Compares. Moved elements are not rounded: the gradient with respect to x, and parts without a bias.
 fn check(case: &Case<'_>, device: &Device, dtypes: [DType; 2], parts: usize, tolerance: f64) {
     let compared = case.compared(device, &dtypes);
     let bias = compared.len() > parts + 1;
@@ -74,7 +74,7 @@ fn check(case: &Case<'_>, device: &Device, dtypes: [DType; 2], parts: usize, tol
     }
 }
 
-/// One part to three, of different numbers of heads and widths; parts without numbers.
+/// One part to three, of different numbers of heads and widths; empty parts.
 const PARTS: [&[(usize, usize)]; 9] = [
     &[(1, 1)],
     &[(5, 3)],
@@ -109,7 +109,7 @@ pub fn heads_equal_f64(devices: &[Device]) {
         // No rows: sums are 0.
         ([0, 5], &qkv, true, vec![]),
         ([2, 0], &qkv[..1], true, vec![]),
-        // Steps that a cube makes along the rows, across batch entries.
+        // Several steps of a cube along the rows, across batch entries.
         ([3, 1100], &[(13, 77)], true, vec![]),
     ];
     for (parts, rows) in PARTS.into_iter().zip(ROWS) {
@@ -155,7 +155,7 @@ pub fn joined_heads_equal_f64(devices: &[Device]) {
         let call = |x: &mut Tensors| {
             let x = x.take();
             let joined = join_heads(x.clone()).unwrap();
-            // There and back.
+            // Split after join is the identity.
             let back = split_heads(joined.clone(), None, &parts[..1]).unwrap();
             read(back[0].clone()).assert_eq(&read(x), true);
             vec![joined.into()]
@@ -179,14 +179,14 @@ pub fn joined_heads_equal_f64(devices: &[Device]) {
     }
 }
 
-/// The same bits whatever the strides, and frozen inputs.
+/// Equal bits whatever the strides, and frozen inputs.
 pub fn heads_bits_and_constants(devices: &[Device]) {
     let parts = [(2, 48), (1, 64), (3, 4)];
     case([6, 50], &parts, true, &[]).gives_the_same_bits(devices, 0.0);
     case([2, 9], &[(2, 3), (1, 4)], true, &[]).has_constants(devices, 0.0);
 }
 
-/// What will run is said before, in words.
+/// Plans describe in words what will run.
 pub fn heads_plans(devices: &[Device]) {
     for device in devices {
         let x = Tensor::<3>::zeros([2, 10, 128], device);

@@ -6,12 +6,12 @@ use burn_fused_ops::{LinearOptions, fused_linear};
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// Rows of batch entries, width, and the columns of each weight.
+/// Batch entries, rows and width; and the columns of each weight.
 type Lengths<'a> = ([usize; 3], &'a [usize]);
 
 const CALLS: [Lengths<'_>; 9] = [
     ([1, 1, 1], &[1]),
-    // A row whose backward pass reads what runs without one for so few.
+    // A single row, for which calls without a backward pass have a kernel of their own.
     ([1, 1, 8], &[8]),
     ([3, 100, 130], &[33, 1, 20]),
     ([1, 300, 512], &[8]),
@@ -23,7 +23,7 @@ const CALLS: [Lengths<'_>; 9] = [
     ([1, 200, 64], &[128, 64, 8]),
 ];
 
-/// How weights lie in memory.
+/// Memory orders of weights.
 pub const WAYS: [&str; 3] = ["contiguous", "with gaps", "transposed"];
 
 pub fn lying(weight: Tensor<2>, way: &str) -> Tensor<2> {
@@ -38,7 +38,7 @@ pub fn lying(weight: Tensor<2>, way: &str) -> Tensor<2> {
     }
 }
 
-/// The dtypes of a case are those of x, the weights and the result, of which the last is asked for if it is another one than x's.
+/// Makes a case, with dtypes of x, the weights and the result; the last is requested if it differs from x's.
 pub fn case<'a>(([batch, rows, width], outs): Lengths<'a>, way: &'static str) -> Case<'a> {
     let all: usize = outs.iter().sum();
     let call = move |x: &mut Tensors| {
@@ -107,13 +107,13 @@ pub fn products_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same numbers whatever the strides, and frozen inputs.
+/// Equal results whatever the strides, and frozen inputs.
 pub fn products_bits_and_constants(devices: &[Device]) {
     case(([2, 20, 33], &[20]), WAYS[0]).gives_the_same_bits(devices, products_within(devices));
     case(([1, 30, 6], &[4, 3, 5]), WAYS[0]).has_constants(devices, products_within(devices));
 }
 
-/// How a factor lies: contiguous, transposed, heads of a projection, one matrix for the batch.
+/// Memory orders of a factor: contiguous, transposed, heads of a projection, one matrix for the batch.
 const FORMS: [&str; 4] = ["plain", "transposed", "heads", "one"];
 
 fn factor(
@@ -134,7 +134,7 @@ fn factor(
     }
 }
 
-/// Burn's own products, some of which `accelerate_matmul` takes: of many shapes and strides. It must be the first thing that a process does.
+/// Burn's own products, some of which `accelerate_matmul` takes over, with many shapes and strides. It must run first in its process.
 pub fn accelerated_matmuls_equal_f64(devices: &[Device]) {
     #[cfg(feature = "fusion")]
     burn_fused_ops::accelerate_matmul().unwrap();
@@ -146,7 +146,7 @@ pub fn accelerated_matmuls_equal_f64(devices: &[Device]) {
         [1, 1, 1, 64, 64],
         [2, 2, 130, 33, 65],
     ];
-    // CPUs round sums, too.
+    // CPUs also round sums.
     for (device, dtype) in halves(devices).filter(|(device, _)| is_cuda(device)) {
         for [outer, inner, m, n, k] in some_of(shapes, shapes.len()) {
             let count = outer * inner * k * m.max(n);
@@ -154,7 +154,7 @@ pub fn accelerated_matmuls_equal_f64(devices: &[Device]) {
             for (lhs, rhs) in FORMS.iter().flat_map(|lhs| FORMS.map(|rhs| (*lhs, rhs))) {
                 let a = factor(&values[0], lhs, [outer, inner, m, k], (device, dtype));
                 let b = factor(&values[1], rhs, [outer, inner, k, n], (device, dtype));
-                // Read before: what is used once may be written over.
+                // Read first: a tensor that is used once may be overwritten.
                 let [x, y] = [&a, &b].map(|x| (x.dims(), to_f64(read(x.clone()))));
                 let out = read(a.matmul(b));
                 let heads = out.shape()[1];

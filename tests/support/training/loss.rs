@@ -5,7 +5,7 @@ use burn_fused_ops::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// A call, whose gradients by the losses of positions are `grads` where losses are not reduced.
+/// A call; `grads` are the gradients with respect to the positions' losses if these are not reduced.
 struct Problem {
     sizes: [usize; 3],
     x: Vec<f64>,
@@ -33,7 +33,7 @@ impl Problem {
         }
     }
 
-    /// What the loss of each position is multiplied by in the loss.
+    /// Returns the factor of each position's loss in the total loss.
     fn factors(&self, by_loss: &[f64]) -> Vec<f64> {
         let counts = |target: &i64| self.options.ignore_index != Some(*target);
         let counted = self.targets.iter().filter(|target| counts(target)).count();
@@ -48,7 +48,7 @@ impl Problem {
         factors.collect()
     }
 
-    /// The loss, dx and dW.
+    /// Returns the loss, dx and dW.
     fn solve(&self, x: &[f64], weight: &[f64], by_loss: &[f64]) -> Vec<Vec<f64>> {
         let [positions, width, vocab] = self.sizes;
         let smoothing = self.options.label_smoothing;
@@ -84,7 +84,7 @@ impl Problem {
         vec![loss, dx, dw]
     }
 
-    /// The dtypes of a case are those of x, the weight and the loss.
+    /// Makes a case, with dtypes of x, the weight and the loss.
     fn case(&self) -> Case<'_> {
         let [positions, width, vocab] = self.sizes;
         let call = |x: &mut Tensors| {
@@ -94,7 +94,7 @@ impl Problem {
             vec![loss.unwrap().into()]
         };
         let judge = |x: &[Vec<f64>], grads: &[Vec<f64>]| self.solve(&x[0], &x[1], &grads[0]);
-        // Gradients of a mean are as large as those of a sum, and come out again.
+        // Scales gradients of a mean to the size of those of a sum; undone later.
         let by_loss = match self.options.reduction {
             Reduction::Sum => vec![4.0],
             Reduction::Mean => vec![4.0 * positions.max(1) as f64],
@@ -115,7 +115,7 @@ impl Problem {
 
     fn check(&self, device: &Device, dtypes: [DType; 3], tolerances: [f64; 3]) {
         let case = self.case();
-        // Relative to what the gradients by positions are.
+        // Relative to the gradients with respect to the losses.
         let scale = match self.options.reduction {
             Reduction::None => 1.0 / largest(&self.grads).max(f64::MIN_POSITIVE),
             _ => 0.25,
@@ -132,8 +132,8 @@ impl Problem {
     }
 }
 
-/// Positions, width and vocabulary; what becomes of the losses; and options. In chunks: of rows that do not divide the positions, of one row, of rows in
-/// groups. In some nothing counts.
+/// Positions, width and vocabulary; reduction; options. In chunks: of rows that do not divide the positions, of one row, of rows in groups. In some
+/// cases all targets are ignored.
 const TABLE: &str = "
     5 3 1       | none |
     130 12 1000 | none | label_smoothing 0.2
@@ -186,7 +186,7 @@ fn problems() -> Vec<Problem> {
     rows(TABLE).into_iter().map(problem).collect()
 }
 
-/// Vocabularies from 1 on, in registers and not, in chunks of all kinds, with ignored targets; the same bits twice.
+/// Vocabularies from 1 on, in registers and not, in many kinds of chunks, with ignored targets; two runs give equal bits.
 pub fn cross_entropy_equals_f64(devices: &[Device]) {
     for problem in some_of(problems(), 2) {
         for (device, dtype, tolerance) in exact(devices) {
@@ -198,7 +198,7 @@ pub fn cross_entropy_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Logits of ±10,000, whose exponentials no dtype has.
+/// Logits of ±10,000, whose exponentials overflow in every dtype.
 pub fn cross_entropy_of_large_logits(devices: &[Device]) {
     for vocab in [3, 300, 128_000] {
         let mut problem = Problem::new([6, 1, vocab], CrossEntropyOptions::default());
@@ -208,21 +208,21 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
         problem.weight = (0..vocab).map(logit).collect();
         for (device, dtype, tolerance) in exact(devices) {
             let tolerance = product_tolerance(device, dtype, tolerance);
-            // Sums over the vocabulary of numbers as large as the logits.
+            // Sums over the vocabulary of elements as large as the logits.
             let sums = 100.0 * tolerance;
             problem.check(device, [dtype; 3], [tolerance, sums, sums]);
         }
     }
 }
 
-/// Losses of positions, with a target that is ignored, in chunks.
+/// Makes a problem of unreduced losses, with an ignored target, in chunks.
 fn of_positions() -> Problem {
     let options = CrossEntropyOptions::default().reduction(Reduction::None);
     let options = options.ignore_index(3).chunk_elements(1 << 14);
     Problem::new([300, 16, 256], options)
 }
 
-/// Gradients by losses of positions that no f16 is reach the weight, in f32.
+/// Gradients with respect to the losses that are out of the range of f16 reach the weight, in f32.
 pub fn cross_entropy_of_positions_by_any_gradients(devices: &[Device]) {
     for scale in [1e-9, 1e6] {
         let mut problem = of_positions();
@@ -242,7 +242,7 @@ pub fn cross_entropy_of_positions_by_any_gradients(devices: &[Device]) {
     }
 }
 
-/// Logits are f32 and gradients by them are rounded once. The weight is f32 or as x.
+/// Logits are f32, and gradients with respect to them are rounded once. The weight is f32 or has the dtype of x.
 pub fn cross_entropy_in_half_precision(devices: &[Device]) {
     let plain = CrossEntropyOptions::default;
     let in_chunks = plain().ignore_index(3).chunk_elements(1 << 14);
@@ -263,7 +263,7 @@ pub fn cross_entropy_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// Only what is tracked gets a gradient, and a loss without gradients is the same, by batch and sequence, too.
+/// Only tracked inputs get a gradient; a loss without gradients is the same, also by batch and sequence.
 pub fn cross_entropy_differentiates_what_is_tracked(devices: &[Device]) {
     let problem = Problem::new([40, 6, 30], CrossEntropyOptions::default());
     let case = problem.case();

@@ -1,4 +1,4 @@
-//! Feed-forward networks against the three operations that they are made of, each of which is compared with f64 by itself.
+//! Feed-forward networks against the three operations that they fuse, each of which is compared with f64 elsewhere.
 
 use burn::tensor::FloatDType;
 use burn_fused_ops::{
@@ -9,20 +9,20 @@ use crate::prelude::*;
 use crate::training::activation::value_and_slope;
 use crate::training::case::*;
 
-/// Which operation makes the result.
+/// Operations that compute the result.
 #[derive(Clone, Copy, Debug)]
 enum By {
-    /// The three that it is made of.
+    /// The three separate operations.
     Parts,
     Op {
         recompute: bool,
     },
 }
 
-/// A call of rows; in, hidden and out; an activation, and whether there is a bias.
+/// Rows; input, hidden and output widths; an activation, and whether there is a bias.
 type Call = (usize, [usize; 3], Activation, bool);
 
-/// The dtypes of a case are those of x, the parameters and the result, of which the last is asked for if it is another one than x's.
+/// Makes a case, with dtypes of x, the parameters and the result; the last is requested if it differs from x's.
 fn case(call: Call, by: By) -> Case<'static> {
     let (rows, [width, hidden, out], activation, has_bias) = call;
     let make = move |x: &mut Tensors| {
@@ -47,7 +47,7 @@ fn case(call: Call, by: By) -> Case<'static> {
         };
         vec![y.unwrap().into()]
     };
-    // Of the result alone.
+    // Judges the result alone.
     let judge = move |x: &[Vec<f64>], _: &[Vec<f64>]| {
         let sizes = [rows, width, hidden];
         let mut between = product(
@@ -84,12 +84,13 @@ const CALLS: [Call; 7] = [
     (0, [6, 9, 4], Activation::GeluTanh, true),
 ];
 
-/// The same bits as of the three operations, or as close as rounding to half precision, with and without the first product computed again, and with gradient checkpointing.
+/// Equal bits as the three operations, or equal within a rounding to half precision, with and without recomputing the first product, and with
+/// gradient checkpointing.
 pub fn mlp_equals_its_parts(devices: &[Device]) {
     let mut ran = 0;
     for plain in devices {
         let exact = exact_dtypes(plain).into_iter().map(|(dtype, _)| [dtype; 3]);
-        // Rounded as they are, and for the products alone.
+        // All in half precision, and with only the products rounded.
         let halves = half_dtypes(plain).into_iter();
         let halves = halves.flat_map(|half| {
             let f32 = DType::F32;
@@ -105,7 +106,7 @@ pub fn mlp_equals_its_parts(devices: &[Device]) {
                 let op = case(call, By::Op { recompute });
                 let got = op.run_on(&device, &dtypes);
                 let what = format!("{device:?}, {call:?}, {dtypes:?}, {recompute}");
-                // A kernel that makes two of the three may sum in another order.
+                // A kernel that fuses two of the three may sum in another order.
                 assert_found(&what, &got, &parts, 2.0 * unit(dtypes[2]));
                 ran += 1;
             }
@@ -114,7 +115,7 @@ pub fn mlp_equals_its_parts(devices: &[Device]) {
     assert_ran("mlp_equals_its_parts", ran);
 }
 
-/// What is frozen gets no gradient, and changes no other.
+/// Frozen inputs get no gradient, and change no other.
 pub fn mlp_constants(devices: &[Device]) {
     for activation in [Activation::Silu, Activation::None] {
         for recompute in [false, true] {
@@ -124,7 +125,7 @@ pub fn mlp_constants(devices: &[Device]) {
     }
 }
 
-/// Results against f64, so that not everything is compared with itself.
+/// Results equal f64, so that not all comparisons are relative.
 pub fn mlp_equals_f64(devices: &[Device]) {
     for call in CALLS {
         let case = case(call, By::Op { recompute: false });

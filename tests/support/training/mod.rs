@@ -1,4 +1,4 @@
-//! Operations beside attention, and the optimizer.
+//! Operations besides attention, and the optimizer.
 
 pub mod activation;
 pub mod block_sparse;

@@ -8,7 +8,7 @@ use burn_fused_ops::{
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// What a call has.
+/// Parts of a call.
 #[derive(Clone)]
 struct Kind {
     /// None: the sum alone.
@@ -21,7 +21,7 @@ struct Kind {
     used: [bool; 2],
 }
 
-/// A layer norm of a stream and a branch with a bias, all of whose outputs are used.
+/// A layer norm of a stream and a branch with a bias; all outputs are used.
 const WHOLE: Kind = Kind {
     norm: Some(NormKind::Layer),
     dropout: None,
@@ -31,7 +31,7 @@ const WHOLE: Kind = Kind {
     used: [true; 2],
 };
 
-/// One of the calls that there are.
+/// Returns one of the kinds of calls.
 fn kind(index: usize) -> Kind {
     let mut kind = WHOLE;
     if index % 2 == 1 {
@@ -55,7 +55,7 @@ fn kind(index: usize) -> Kind {
 
 const EPSILON: f64 = 1e-3;
 
-/// Of a row: what is subtracted, and what it is multiplied by.
+/// Returns the mean to subtract and the factor of a row.
 fn moments(row: &[f64], norm: Option<NormKind>) -> [f64; 2] {
     let width = row.len() as f64;
     let mean = match norm {
@@ -67,7 +67,7 @@ fn moments(row: &[f64], norm: Option<NormKind>) -> [f64; 2] {
 }
 
 impl Kind {
-    /// The results of a call.
+    /// Returns the results of a call.
     fn call(&self, x: &mut Tensors) -> [Option<Tensor<3>>; 2] {
         let (stream, branch) = (x.take::<3>(), self.branch.then(|| x.take::<3>()));
         let bias = self.bias.then(|| x.take());
@@ -94,12 +94,12 @@ impl Kind {
         [Some(sum), Some(normed)]
     }
 
-    /// Whether there is a sum, and whether there is a norm.
+    /// Returns whether there is a sum, and whether there is a norm.
     fn results(&self) -> [bool; 2] {
         [self.branch || self.used[0], self.norm.is_some()]
     }
 
-    /// The results, and the gradients by inputs.
+    /// Returns the results, and the gradients with respect to inputs.
     fn solve(&self, width: usize, x: &[Vec<f64>], grads: &[Vec<f64>]) -> Vec<Vec<f64>> {
         let mut inputs = x.iter();
         let mut next = |is_there: bool| is_there.then(|| inputs.next().unwrap());
@@ -157,7 +157,7 @@ impl Kind {
     }
 }
 
-/// The dtypes of a case are those of the stream, the branch, the parameters and the norm.
+/// Makes a case, with dtypes of the stream, the branch, the parameters and the norm.
 fn case(kind: Kind, shape: [usize; 3], seed: u64) -> Case<'static> {
     let [a, b, width] = shape;
     let mut rng = seeded(seed);
@@ -193,8 +193,8 @@ fn case(kind: Kind, shape: [usize; 3], seed: u64) -> Case<'static> {
     }
 }
 
-/// Compares a call of a width. The gradients by the stream, the branch and its bias are differences of terms of up to `r |ĝ|`: a row of one number has an r of
-/// `ε^−½`, and a gradient of 0.
+/// Compares a call. The gradients with respect to the stream, the branch and its bias are differences of terms of up to `r |ĝ|`: a row of one
+/// element has r = `ε^−½`, and gradient 0.
 fn check(
     kind: &Kind,
     case: &Case<'_>,
@@ -228,8 +228,8 @@ fn check(
     }
 }
 
-/// Shapes with rows and widths of all kinds: single, ragged, wider than a plane's registers, more rows than one step of all cubes,
-/// and wider than a cube's registers, where the reference runs.
+/// Shapes with many numbers of rows and widths: single, ragged, wider than a plane's registers, more rows than one step of all cubes, and wider than
+/// a cube's registers, where the reference runs.
 const SHAPES: [[usize; 3]; 13] = [
     [1, 1, 1],
     [7, 1, 3],
@@ -259,7 +259,7 @@ pub fn residual_norm_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Rows that there are not: outputs are empty, and sums over rows 0.
+/// Without rows outputs are empty, and sums over rows are 0.
 pub fn residual_norm_without_rows(devices: &[Device]) {
     for index in 0..7 {
         let case = case(kind(index), [2, 0, 6], 1);
@@ -269,7 +269,7 @@ pub fn residual_norm_without_rows(devices: &[Device]) {
     }
 }
 
-/// Half precision, and tensors of different dtypes, within the rounding of what is rounded.
+/// Half precision, and tensors of different dtypes, within the rounding of the rounded ones.
 pub fn residual_norm_in_half_precision(devices: &[Device]) {
     let f32 = DType::F32;
     for (device, half) in halves(devices) {
@@ -287,7 +287,7 @@ pub fn residual_norm_in_half_precision(devices: &[Device]) {
             }
         }
     }
-    // A stream in f64 beside parameters and a norm in f32.
+    // A stream in f64 with parameters and a norm in f32.
     for device in with(devices, DType::F64) {
         let (kind, shape) = (kind(1), [1, 30, 36]);
         let case = case(kind.clone(), shape, 5);
@@ -295,7 +295,7 @@ pub fn residual_norm_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same bits whatever the strides, and frozen inputs, whose kernels' compilers may contract other products.
+/// Equal bits whatever the strides, and frozen inputs; compilers may contract other products in those kernels.
 pub fn residual_norm_bits_and_constants(devices: &[Device]) {
     for index in [0, 2, 8, 12] {
         case(kind(index), [6, 50, 24], 3).gives_the_same_bits(devices, 0.0);
@@ -305,7 +305,7 @@ pub fn residual_norm_bits_and_constants(devices: &[Device]) {
     }
 }
 
-/// A chain of three, as a model has it: each takes the stream of the one before, with and without gradient checkpointing.
+/// A chain of three, like in a model: each takes the stream of the one before, with and without gradient checkpointing.
 pub fn residual_norms_in_a_chain(devices: &[Device]) {
     let shape = [2, 3, 5];
     let stream = numbers(8, 30);
@@ -334,13 +334,13 @@ pub fn residual_norms_in_a_chain(devices: &[Device]) {
             let grads = loss(&device, leaf.clone()).backward();
             read(leaf.grad(&grads).unwrap())
         });
-        // Burn's fusion joins other operations around the norms where some are computed again.
+        // Burn's fusion fuses other operations around the norms if some are recomputed.
         assert_close("recomputed", found, &to_f64(checkpointed), 1e-5);
     }
     assert_ran("residual_norms_in_a_chain", ran);
 }
 
-/// What will run is said before, in words.
+/// Plans describe in words what will run.
 pub fn residual_norm_plans(devices: &[Device]) {
     for device in devices {
         let stream = Tensor::<2>::zeros([300, 512], device);

@@ -17,7 +17,7 @@ pub struct Many {
     four: Vec<Param<Tensor<4>>>,
 }
 
-/// More than a call has, of ragged sizes, two of them without elements.
+/// More vectors than a call takes, of ragged sizes, two of them empty.
 fn vectors() -> Vec<usize> {
     let mut sizes = vec![1, 7, 4096, 100_003, 0];
     sizes.extend((1..=35).map(|i| 11 * i));
@@ -56,7 +56,7 @@ impl Many {
     }
 }
 
-/// Numbers that f32 holds.
+/// Returns numbers that are exact in f32.
 fn random(rng: &mut ChaCha8Rng, sizes: &[usize], scale: f64) -> Vec<Vec<f64>> {
     let mut number = || f64::from(((rng.random::<f64>() * 2.0 - 1.0) * scale) as f32);
     (sizes.iter())
@@ -64,7 +64,7 @@ fn random(rng: &mut ChaCha8Rng, sizes: &[usize], scale: f64) -> Vec<Vec<f64>> {
         .collect()
 }
 
-/// Fills gradients, of the parameters in order, that there are.
+/// Fills the gradients of the parameters in order, if present.
 struct Fill<'a> {
     values: std::slice::Iter<'a, Option<Vec<f64>>>,
     gradients: GradientsParams,
@@ -106,7 +106,7 @@ impl ModuleVisitor for Read {
     }
 }
 
-/// The parameters of a model, in order.
+/// Reads the parameters of a model, in order.
 pub fn read<M: Module>(model: &M) -> Vec<TensorData> {
     let mut read = Read(Vec::new());
     model.visit(&mut read);
@@ -120,7 +120,7 @@ fn assert_same(what: &str, a: &[TensorData], b: &[TensorData]) {
     assert_same_bits(what, named(a), named(b));
 }
 
-/// The definition, of one parameter.
+/// The definition for one parameter, in f64.
 struct Exact {
     p: Vec<f64>,
     m: Vec<f64>,
@@ -175,10 +175,10 @@ fn config() -> FusedAdamWConfig {
         .with_weight_decay(0.1)
 }
 
-/// Of each parameter, if it has one.
+/// Gradient of each parameter, if any.
 type StepGradients = Vec<Option<Vec<f64>>>;
 
-/// Parameters, and gradients of some steps: the larger they are, the later; every fifth parameter has none in every other step.
+/// Returns parameters, and gradients of some steps, which grow; every fifth parameter has none in every other step.
 fn problem(steps: usize, seed: u64) -> (Vec<Vec<f64>>, Vec<StepGradients>) {
     let mut rng = seeded(seed);
     let sizes = Many::sizes();
@@ -196,7 +196,7 @@ fn rate(step: usize) -> f64 {
     0.01 * (step + 1) as f64
 }
 
-/// The parameters behind steps of the definition, and the norms.
+/// Returns the parameters after some steps of the definition, and the norms.
 fn judged(
     config: &FusedAdamWConfig,
     values: impl Iterator<Item = Vec<f64>>,
@@ -211,7 +211,7 @@ fn judged(
     (judged, norms)
 }
 
-/// The same of the optimizer, and its record.
+/// Returns the parameters after some steps of the optimizer, the norms, and its record.
 fn stepped(
     config: &FusedAdamWConfig,
     mut model: Many,
@@ -250,7 +250,7 @@ pub fn adamw_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Parameters in half precision have f32 moments, and gradients may be of another dtype.
+/// Half-precision parameters have f32 moments; gradients may have another dtype.
 pub fn adamw_in_half_precision(devices: &[Device]) {
     let (values, steps) = problem(2, 2);
     let config = config().with_max_grad_norm(Some(0.5));
@@ -270,7 +270,7 @@ pub fn adamw_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same bits twice: parameters, norms and moments.
+/// Two runs give equal bits in parameters, norms and moments.
 pub fn adamw_gives_the_same_bits(devices: &[Device]) {
     let (values, steps) = problem(3, 3);
     for device in devices {
@@ -285,7 +285,7 @@ pub fn adamw_gives_the_same_bits(devices: &[Device]) {
     }
 }
 
-/// A clone keeps its values, and so does what was computed from them and is not yet read, or not even run; the step itself is the same.
+/// A clone keeps its values, and so do pending computations from them; the step itself is unaffected.
 pub fn clones_keep_their_values(devices: &[Device]) {
     let (values, steps) = problem(2, 4);
     for device in devices {
@@ -323,7 +323,7 @@ fn burns(config: &FusedAdamWConfig) -> ModuleOptimizer {
         .init()
 }
 
-/// Burn's AdamW continues from our record, and we from its.
+/// Burn's AdamW continues from our record, and ours from Burn's.
 pub fn records_are_burns(devices: &[Device]) {
     let (values, steps) = problem(6, 5);
     let config = config();
@@ -337,7 +337,7 @@ pub fn records_are_burns(devices: &[Device]) {
             optimizer.step(0.01, model, gradients)
         };
         let (early, late) = steps.split_at(3);
-        // Burn's takes no others.
+        // Burn's supports only autodiff devices.
         let autodiff = device.clone().autodiff();
         let new = || Many::new(&values, &autodiff, DType::F32);
         let (mut burn, mut expected) = (burns(&config), new());
@@ -349,7 +349,7 @@ pub fn records_are_burns(devices: &[Device]) {
         let mut taken_over = expected.clone();
         let bytes = burn.into_bytes().unwrap();
         let mut from_burn = config.init().from_bytes(bytes).unwrap();
-        // What was read and did not take a step is written as it was.
+        // A record that was loaded is saved unchanged if no step was taken.
         let bytes = from_burn.to_bytes().unwrap();
         let again = config.init().from_bytes(bytes).unwrap().to_bytes().unwrap();
         assert_eq!(again.to_vec(), from_burn.to_bytes().unwrap().to_vec());
@@ -396,7 +396,7 @@ fn trained(device: &Device) -> (Linear, Vec<TensorData>) {
     (model, data)
 }
 
-/// Training by autodiff: parameters keep their ids, whether they require gradients, and the checkpointing of their device; constants stay as they are.
+/// Training by autodiff: parameters keep their ids, `require_grad`, and the checkpointing of their device; constants stay unchanged.
 pub fn parameters_keep_their_autodiff_state(devices: &[Device]) {
     for device in devices {
         let plain = device.clone().autodiff();
@@ -416,7 +416,7 @@ pub fn parameters_keep_their_autodiff_state(devices: &[Device]) {
     }
 }
 
-/// Gradients scaled by one factor, and their norm; small and zero gradients are left alone.
+/// Gradients are scaled by one factor; their norm. Small and zero gradients are unchanged.
 pub fn clipping_equals_f64(devices: &[Device]) {
     let (values, steps) = problem(1, 8);
     for (device, dtype, tolerance) in exact(devices) {
@@ -435,7 +435,7 @@ pub fn clipping_equals_f64(devices: &[Device]) {
             let expected: Vec<f64> = given.iter().map(|g| g * factor * 1e3).collect();
             assert_close("clipped", (matrix * 1e3).into_data(), &expected, tolerance);
             assert_eq!(clipped.len(), steps[0].iter().flatten().count());
-            // What is clipped has the limit's norm.
+            // The clipped gradients have the limit as norm.
             let norm = gradient_norm(&model, &clipped)
                 .unwrap()
                 .into_scalar::<f64>();
@@ -450,7 +450,7 @@ pub fn clipping_equals_f64(devices: &[Device]) {
     }
 }
 
-/// Gradients whose squares overflow have a norm, alone, beside small ones and together; a gradient that is not finite has none.
+/// Gradients whose squares overflow have a finite norm, alone, next to small ones and together; gradients that are not finite do not.
 pub fn clipping_of_large_gradients(devices: &[Device]) {
     let (values, steps) = problem(1, 9);
     let given: Vec<Vec<f64>> = (steps[0].iter())
@@ -459,7 +459,7 @@ pub fn clipping_of_large_gradients(devices: &[Device]) {
     let matrix = vectors().len() + 1;
     for (device, dtype, tolerance) in exact(devices) {
         let model = Many::new(&values, device, dtype);
-        // 2e17: no part of 8,192 overflows.
+        // 2e17: no partial sum of 8,192 squares overflows.
         let scales: &[f64] = match dtype {
             DType::F64 => &[1e19, 1e153, 1e160, 1e300, 3e305],
             _ => &[1e16, 2e17, 1e18, 1e19, 1e25, 1e32, 3e35],
@@ -508,7 +508,7 @@ pub fn clipping_of_large_gradients(devices: &[Device]) {
     }
 }
 
-/// Nothing is in place of what it cannot write, and a model without gradients stays.
+/// Tensors that cannot be overwritten are not, and a model without gradients is unchanged.
 pub fn steps_without_gradients(devices: &[Device]) {
     for device in devices {
         let model = LinearConfig::new(3, 2).init(&device.clone().autodiff());
@@ -534,14 +534,14 @@ pub fn steps_without_gradients(devices: &[Device]) {
     }
 }
 
-/// Vectors of any lengths and beginnings come behind each other, bit for bit.
+/// Vectors of any lengths and offsets are concatenated bit for bit.
 pub fn concat_is_exact(devices: &[Device]) {
     let cases = exact(devices).map(|(device, dtype, _)| (device, dtype));
     for (device, dtype) in cases.chain(halves(devices)) {
         let mut rng = ChaCha8Rng::seed_from_u64(31);
         let values = random(&mut rng, &vectors(), 4.0);
         let tensors = values.iter().enumerate().map(|(index, values)| {
-            // Every third begins behind others' elements.
+            // Every third begins at an offset in its buffer.
             let skipped = if index % 3 == 1 { values.len() / 3 } else { 0 };
             let data = TensorData::new(values.clone(), [values.len()]);
             let tensor = Tensor::<1>::from_data(data, (device, dtype));
@@ -560,7 +560,7 @@ pub fn concat_is_exact(devices: &[Device]) {
     }
 }
 
-/// The plan says whether kernels run.
+/// The plan tells whether kernels run.
 pub fn optimizer_plans_print(devices: &[Device]) {
     let mut ran = 0;
     for device in devices {

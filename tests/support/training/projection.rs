@@ -1,4 +1,4 @@
-//! Projections to heads and from them, against the two operations that each is made of, which are compared with f64 by themselves.
+//! Projections to heads and from them, against the two operations that they fuse, which are compared with f64 elsewhere.
 
 use burn::tensor::FloatDType;
 use burn_fused_ops::{
@@ -8,8 +8,8 @@ use burn_fused_ops::{
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// A call by one operation, or by the two that it is made of. The dtypes of a case are those of x, the parameters and the results, of which the last are
-/// asked for if they are others than x's.
+/// Returns the options of a call by one fused operation or by the two. Dtypes of a case are those of x, the parameters and the results; the last is
+/// requested if it differs from x's.
 fn options(x: &Tensors) -> LinearOptions {
     let mut options = LinearOptions::default();
     options.dtype = (x.dtypes[0] != x.dtypes[2]).then(|| FloatDType::from(x.dtypes[2]));
@@ -22,10 +22,10 @@ struct ToHeads {
     /// Batch, positions and inputs.
     x: [usize; 3],
     parts: &'static [(usize, usize)],
-    /// One weight for all parts.
+    /// Whether one weight serves all parts.
     joined: bool,
     bias: bool,
-    /// A part that nobody uses.
+    /// An unused part.
     unused: Option<usize>,
 }
 
@@ -76,8 +76,8 @@ fn plain(x: [usize; 3], parts: &'static [(usize, usize)], bias: bool) -> ToHeads
     }
 }
 
-/// Parts of one width, of several, of several numbers of heads; weights as many as parts, and one for all of them. The shapes of the second half are such
-/// that a kernel writes heads.
+/// Parts of one width, of several, of several numbers of heads; a weight per part, and one for all. Shapes of the second half let a kernel write
+/// heads.
 fn to_heads() -> Vec<ToHeads> {
     vec![
         plain([1, 1, 1], &[(1, 1)], false),
@@ -97,7 +97,7 @@ fn to_heads() -> Vec<ToHeads> {
     ]
 }
 
-/// A projection of heads: batch, heads, positions, width, outputs. x lies as attention returns it, as a view of rows.
+/// Makes a projection of heads: batch, heads, positions, width, outputs. x is a view of rows, like the output of attention.
 fn from_heads([batch, heads, seq, dim, outputs]: [usize; 5], fused: bool) -> Case<'static> {
     let call = move |x: &mut Tensors| {
         let options = options(x);
@@ -115,8 +115,8 @@ fn from_heads([batch, heads, seq, dim, outputs]: [usize; 5], fused: bool) -> Cas
         .result("y", 2, &[batch, seq, outputs], 73)
 }
 
-/// Panics if a projection twice, with and without gradient checkpointing, has other bits, or others than its two operations, or than what a rounding less
-/// makes of them: both are rounded, to half precision once and twice.
+/// Panics if two runs of a projection, with and without gradient checkpointing, differ in bits, or differ from its two operations by more than one
+/// rounding: half precision is rounded once instead of twice.
 fn check<'a>(devices: &[Device], case: impl Fn(bool) -> Case<'a>) {
     let f32 = DType::F32;
     for plain in devices {
@@ -135,14 +135,14 @@ fn check<'a>(devices: &[Device], case: impl Fn(bool) -> Case<'a>) {
     }
 }
 
-/// As `fused_linear` and `split_heads`.
+/// Compared with `fused_linear` and `split_heads`.
 pub fn projections_to_heads(devices: &[Device]) {
     for problem in some_of(to_heads(), 3) {
         check(devices, |fused| problem.case(fused));
     }
 }
 
-/// As `join_heads` and `linear`. Sequences of 128 are such that a kernel reads heads.
+/// Compared with `join_heads` and `linear`. With sequences of 128 a kernel reads heads.
 pub fn projections_from_heads(devices: &[Device]) {
     let small = [[1, 1, 1, 1, 1], [2, 3, 5, 4, 7], [0, 3, 5, 4, 7]];
     let large = [[2, 2, 128, 64, 72], [1, 3, 384, 64, 40], [2, 2, 40, 64, 16]];
@@ -151,14 +151,14 @@ pub fn projections_from_heads(devices: &[Device]) {
     }
 }
 
-/// What is frozen gets no gradient, and changes no other.
+/// Frozen inputs get no gradient, and change no other.
 pub fn projections_constants(devices: &[Device]) {
     let problem = plain([2, 5, 8], &[(2, 4), (1, 4)], true);
     problem.case(true).has_constants(devices, 0.0);
     from_heads([2, 2, 5, 4, 3], true).has_constants(devices, 0.0);
 }
 
-/// Plans say what runs, and why not in one kernel.
+/// Plans tell what runs, and why not one kernel.
 pub fn projections_plans(devices: &[Device]) {
     for device in devices {
         let zeros = |shape| Tensor::<2>::zeros(shape, (device, DType::F32));

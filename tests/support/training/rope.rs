@@ -1,4 +1,4 @@
-//! Rotary position embedding and its gradient, against loops in f64.
+//! Rotary position embedding and its gradient, against f64 loops.
 
 use burn::tensor::FloatDType;
 use burn_fused_ops::{RopePositions, rope, rope_pair};
@@ -6,10 +6,10 @@ use burn_fused_ops::{RopePositions, rope, rope_pair};
 use crate::prelude::*;
 use crate::training::case::*;
 
-/// A seed, the shape of x, and the first position where they follow each other.
+/// A seed, the shape of x, and the first position if positions are consecutive.
 type Rows = (u64, [usize; 4], Option<usize>);
 
-/// Of values, by angles times `sign`: cosine and sine of each position and pair, and the position of each row.
+/// Rotates values by angles times `sign`, from cosine and sine of each position and pair, and the position of each row.
 fn turned(
     values: &[f64],
     [_, heads, seq, width]: [usize; 4],
@@ -31,7 +31,7 @@ fn turned(
     (0..values.len()).map(pair).collect()
 }
 
-/// The dtypes of a case are those of x and the result; the table has one of its own.
+/// Makes a case, with dtypes of x and the result; the table has its own.
 fn case((seed, shape, first): Rows, of_table: DType, back: bool) -> Case<'static> {
     let [batch, _, seq, width] = shape;
     let context = 3 * seq + 5;
@@ -61,7 +61,7 @@ fn case((seed, shape, first): Rows, of_table: DType, back: bool) -> Case<'static
             }
         };
         let y = rope(x.clone(), table.clone(), positions.clone(), out, back).unwrap();
-        // Beside queries with other heads, to the last bit.
+        // Equal bits if rotated together with queries of another number of heads.
         let others = Tensor::cat(vec![x.clone(), x.clone()], 1);
         let both = rope_pair(others, x, table, positions, out, back).unwrap();
         let [others, again] = both.map(read);
@@ -80,7 +80,7 @@ fn case((seed, shape, first): Rows, of_table: DType, back: bool) -> Case<'static
         .result("y", 1, &shape, seed + 3)
 }
 
-/// Few heads and many, a width that no load of 16 bytes divides, more rows than a launch's units take one by one.
+/// Few heads and many, a width that is no multiple of 16 bytes, more rows than a launch has units.
 const CALLS: [Rows; 6] = [
     (800, [1, 1, 1, 2], Some(0)),
     (810, [2, 3, 7, 10], Some(4)),

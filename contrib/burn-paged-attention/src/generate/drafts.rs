@@ -1,17 +1,17 @@
-//! Drafts of what may come next, for a model to check several tokens at once.
+//! Drafts of the next tokens, which a model verifies several at a time.
 
 use std::collections::HashMap;
 
 use burn_sparse_transformer::TransformerError;
 
-/// How far a search for the longest match looks back: that many places where the same few tokens were.
+/// Number of earlier matches, latest first, that the search for the longest one examines.
 const MOST_PLACES: usize = 64;
 
-/// Speculative decoding by prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): finds the last few tokens earlier in the text, and drafts what
-/// followed them there. No second model is needed. Repetitive text gains most: code, tables, dialogues.
+/// Speculative decoding by prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): finds an earlier occurrence of the last few tokens, and drafts
+/// the tokens that followed it. No second model is needed. Repetitive text gains most: code, tables, dialogues.
 ///
-/// The model reads the drafted tokens in one call after the last one. A draft is accepted if sampling would have drawn it anyway; the first that is
-/// not, and those after it, are taken back. So a text is the one without drafts at any temperature, as far as calls of several tokens and of one give
+/// The model reads the drafted tokens in one call after the last one. A draft token is accepted if sampling draws the same token; the first rejected
+/// one and those after it are rolled back. So the text is that without drafts at any temperature, as far as calls of several tokens and of one give
 /// the same logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -21,12 +21,12 @@ pub struct PromptLookup {
     pub tokens: usize,
     /// Fewest tokens that must match. Default: 3.
     pub shortest: usize,
-    /// Most tokens that are compared. The draft comes from the place with the longest match, the last of equals. Default: 16.
+    /// Most tokens that are compared. The draft comes from the longest match, the latest in a tie. Default: 16.
     pub longest: usize,
 }
 
 impl PromptLookup {
-    /// Drafts of up to `tokens` tokens.
+    /// Makes drafts of up to `tokens` tokens.
     pub fn new(tokens: usize) -> Self {
         Self {
             tokens,
@@ -45,7 +45,7 @@ impl PromptLookup {
     /// Checks the ranges.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] that names the first that is not.
+    /// [`TransformerError::Argument`] naming the first value out of range.
     pub fn check(&self) -> Result<(), TransformerError> {
         blocksparse::ensure! {
             TransformerError;
@@ -57,7 +57,7 @@ impl PromptLookup {
     }
 }
 
-/// A text, and where each few tokens of it are.
+/// A text with an index of its n-grams.
 ///
 /// ```
 /// use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex};
@@ -71,12 +71,12 @@ impl PromptLookup {
 pub struct PromptLookupIndex {
     drafts: PromptLookup,
     tokens: Vec<u32>,
-    /// Of each [`PromptLookup::shortest`] tokens the places after them.
+    /// Ends of the occurrences of each n-gram of [`PromptLookup::shortest`] tokens.
     places: HashMap<Box<[u32]>, Vec<usize>>,
 }
 
 impl PromptLookupIndex {
-    /// Of an empty text.
+    /// Makes the index of an empty text.
     pub fn new(drafts: PromptLookup) -> Self {
         Self {
             drafts,
@@ -97,8 +97,8 @@ impl PromptLookupIndex {
         }
     }
 
-    /// Proposes [`PromptLookup::tokens`] next tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
-    /// repeats itself, as a copy that overlaps does.
+    /// Drafts [`PromptLookup::tokens`] next tokens. Empty if the last few tokens have no earlier occurrence. If the match is closer to the end than
+    /// the draft is long, the draft continues with its own tokens, like an overlapping copy.
     pub fn draft(&self) -> Vec<u32> {
         let end = self.tokens.len();
         let Some(begin) = end.checked_sub(self.drafts.shortest) else {
@@ -111,7 +111,7 @@ impl PromptLookupIndex {
             let is_alike = |&back: &usize| self.tokens[place - back] == self.tokens[end - back];
             back.take_while(is_alike).count()
         };
-        // The last of the longest: an earlier one has to be longer.
+        // In a tie the latest wins: an earlier match must be longer.
         let best = earlier.fold(None, |best: Option<(usize, usize)>, &place| {
             let length = alike(place);
             match best {
@@ -133,14 +133,14 @@ mod tests {
     use rstest::rstest;
 
     #[rstest]
-    // Too short, and nothing alike.
+    // Too short, and without a match.
     #[case(&[1], &[])]
     #[case(&[1, 2, 3], &[])]
-    // The last of two places that are as long.
+    // The later of two equally long matches.
     #[case(&[1, 2, 3, 1, 2, 4, 1, 2], &[4, 1, 2])]
-    // An earlier one that is longer.
+    // An earlier, longer match.
     #[case(&[9, 1, 2, 3, 5, 1, 2, 4, 9, 1, 2], &[3, 5, 1])]
-    // Texts that repeat themselves: the draft goes on with it.
+    // Periodic texts: the draft continues the period.
     #[case(&[7, 7, 7], &[7, 7, 7])]
     #[case(&[4, 1, 2, 1, 2, 1], &[2, 1, 2])]
     fn drafts_follow_the_longest_match(#[case] text: &[u32], #[case] expected: &[u32]) {

@@ -38,7 +38,7 @@ pub struct GenerateOptions {
     pub eviction: Option<EvictionConfig>,
     /// Dtype of stored keys and values. Default: that of the model's matmuls.
     pub kv_dtype: Option<KvDtype>,
-    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
+    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections need.
     pub page_size: Option<usize>,
     /// Speculative decoding by prompt lookup. Default: none.
     pub drafts: Option<PromptLookup>,
@@ -67,7 +67,7 @@ impl GenerateOptions {
     blocksparse::setters! {
         /// Sets the sampling of tokens.
         sampling: Sampling,
-        /// Sets the most tokens that a prompt is followed by.
+        /// Sets the most tokens to generate per prompt.
         max_new: usize,
     }
 
@@ -90,7 +90,7 @@ impl GenerateOptions {
         eviction: Some(EvictionConfig),
     }
 
-    /// [`Self::residency`] or [`Self::eviction`], whichever the policy is.
+    /// Sets [`Self::residency`] or [`Self::eviction`] from a policy.
     pub fn policy(self, policy: CachePolicy) -> Self {
         match policy {
             CachePolicy::Retain(residency) => self.residency(residency),
@@ -117,13 +117,13 @@ impl GenerateOptions {
         self
     }
 
-    /// Capacity for prompts and what follows them.
+    /// Returns the capacity for prompts and their continuations.
     fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
         let lengths = prompts.iter().map(|prompt| {
             let length = prompt.len().saturating_add(self.max_new);
             length.min(context)
         });
-        // A window hides keys from a prompt's queries, too, and keys are evicted after a prompt: they are all stored until then.
+        // Keys that a window hides or that are evicted after a prompt are stored until the end of its call.
         let residency = self.eviction.map_or(self.residency, |_| KvRetention::Evict);
         let chunk = match residency {
             KvRetention::All | KvRetention::Reachable => 1,
@@ -159,7 +159,7 @@ pub struct GenerateStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
-    /// A stop token or sequence was drawn.
+    /// A stop token or stop sequence was sampled.
     Stop,
     /// [`GenerateOptions::max_new`] tokens were generated.
     Length,
@@ -175,34 +175,34 @@ pub enum FinishReason {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateOutput {
-    /// The tokens, without the prompt and without what stopped them.
+    /// The tokens, without the prompt and without stop tokens.
     pub tokens: Vec<u32>,
     /// Why the text ended.
     pub reason: FinishReason,
-    /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
+    /// Number of draft tokens that were read; 0 without [`GenerateOptions::drafts`].
     pub drafted: usize,
-    /// Drafted tokens that were accepted.
+    /// Number of draft tokens that were accepted.
     pub accepted: usize,
 }
 
-/// What writes texts.
+/// State of all texts.
 struct Writer<'a> {
     options: &'a GenerateOptions,
     on_token: &'a mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
     pool: KvPool,
 }
 
-/// A text that is being written.
+/// A text in progress.
 struct Text {
     prompt: usize,
-    /// Its place in the pool, until it ends.
+    /// Its sequence in the pool, until it ends.
     sequence: Option<SequenceId>,
-    /// Whether a token was read or written.
+    /// Whether each token was read or written.
     seen: Vec<bool>,
-    /// The prompt and what was written, where there are drafts.
+    /// The prompt and the generated tokens, with drafts only.
     index: Option<PromptLookupIndex>,
     tokens: Vec<u32>,
-    /// Tokens that the caller was given: not those that may begin a stop sequence.
+    /// Number of tokens passed to the caller; those that may begin a stop sequence are held back.
     given: usize,
     drafted: usize,
     accepted: usize,
@@ -214,7 +214,7 @@ impl Text {
         self.reason.get_or_insert(reason);
     }
 
-    /// Takes the next token, as far as the text goes on.
+    /// Appends the next token, unless it ends the text.
     fn push(&mut self, token: Option<u32>, options: &GenerateOptions) {
         let Some(token) = token else {
             return self.end(FinishReason::NotFinite);
@@ -239,7 +239,7 @@ impl Text {
         }
     }
 
-    /// Takes the next token; a text that ends leaves the pool.
+    /// Appends the next token; a text that ends leaves the pool.
     fn next(&mut self, token: Option<u32>, writer: &mut Writer) -> Result<(), PoolError> {
         self.push(token, writer.options);
         self.give(writer);
@@ -251,20 +251,20 @@ impl Text {
         Ok(())
     }
 
-    /// What the model may read after the last token and check at once.
+    /// Returns the draft for the model to verify after the last token.
     fn draft(&self, options: &GenerateOptions, len: usize, context: usize) -> Vec<u32> {
         let mut draft = self
             .index
             .as_ref()
             .map(PromptLookupIndex::draft)
             .unwrap_or_default();
-        // The last token is read, too, and one is drawn behind what is read.
+        // The last token is read too, and one token is sampled after those that are read.
         let room = (context - len - 1).min(options.max_new - self.tokens.len() - 1);
         draft.truncate(room);
         draft
     }
 
-    /// Takes the drawn tokens as long as they are the drafted ones, and one after; what was read in vain is taken back.
+    /// Accepts the sampled tokens as long as they equal the draft, and one more; rolls back the rest.
     fn check(
         &mut self,
         draft: &[u32],
@@ -290,7 +290,7 @@ impl Text {
         }
     }
 
-    /// Gives the caller what is certain to belong to the text.
+    /// Passes the tokens to the caller that certainly belong to the text.
     fn give(&mut self, writer: &mut Writer) {
         let held = match self.reason {
             None => held_back(&self.tokens, &writer.options.stop),
@@ -312,10 +312,10 @@ impl Text {
     }
 }
 
-/// A text, and the tokens that are drafted after its last one before a row.
+/// A text, and the draft tokens between its last one and a row.
 type Row<'a> = (&'a Text, &'a [u32]);
 
-/// How many of the last tokens may be the beginning of a stop sequence.
+/// Returns the number of last tokens that may begin a stop sequence.
 fn held_back(tokens: &[u32], stop: &[Vec<u32>]) -> usize {
     let of = |stop: &Vec<u32>| {
         (1..stop.len())
@@ -325,12 +325,12 @@ fn held_back(tokens: &[u32], stop: &[Vec<u32>]) -> usize {
     stop.iter().filter_map(of).max().unwrap_or(0)
 }
 
-/// Continues prompts, which may be of different lengths, and calls `on_token` for each token as soon as it is certain to belong to the text.
-/// A break ends that prompt's text.
+/// Continues prompts, whose lengths may differ, and calls `on_token` for each token as soon as it certainly belongs to the text. A break ends that
+/// prompt's text.
 ///
-/// Prompts are read, and texts continued, as one batch from one [`KvPool`]; a text that has ended leaves it. What is drawn depends on the seed, the
-/// prompt's number in `prompts` and the step, not on what else is in the batch. Tokens are drawn on the device ([`sample_tokens`]) and read back for every step. With
-/// [`GenerateOptions::drafts`] a step may write several tokens, the same ones.
+/// Prompts are read and continued as one batch from one [`KvPool`]; a text that has ended leaves it. Samples depend on the seed, the prompt's index
+/// in `prompts` and the step, not on the rest of the batch. Tokens are sampled on the device ([`sample_tokens`]) and read back in every step. With
+/// [`GenerateOptions::drafts`] a step may write several tokens; the text is the same.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -355,8 +355,8 @@ fn held_back(tokens: &[u32], stop: &[Vec<u32>]) -> usize {
 /// ```
 ///
 /// # Errors
-/// If a prompt is empty, longer than the context or has a token that is none, a stop sequence is empty, or a number of `options.sampling` is out
-/// of its range; and as [`PagedDecoder::forward_pool`].
+/// If a prompt is empty, longer than the context or has a token outside the vocabulary, a stop sequence is empty, or a value of `options.sampling`
+/// is out of range; and those of [`PagedDecoder::forward_pool`].
 pub fn generate<M: Decoder>(
     model: &M,
     prompts: &[Vec<u32>],
@@ -365,7 +365,7 @@ pub fn generate<M: Decoder>(
 ) -> Result<Vec<GenerateOutput>, PoolError> {
     #[cfg(feature = "autodiff")]
     if device_of(model).is_autodiff() {
-        // Caches would keep the graph of every step.
+        // Caches would retain the autodiff graph of every step.
         return generate(&model.valid(), prompts, options, on_token);
     }
     let vocab = model.vocab_size();
@@ -410,7 +410,7 @@ pub fn generate<M: Decoder>(
     Ok(ended.collect())
 }
 
-/// Reads the prompts, those together that are at least half as long as the longest of them, and writes a token after each.
+/// Reads the prompts and samples a token after each. A batch contains prompts at least half as long as its longest.
 fn read_prompts<M: Decoder>(
     model: &M,
     prompts: &[Vec<u32>],
@@ -442,7 +442,7 @@ fn read_prompts<M: Decoder>(
     Ok(())
 }
 
-/// Continues texts after their first tokens, until all have ended.
+/// Continues texts until all have ended.
 fn continue_texts<M: Decoder>(
     model: &M,
     texts: &mut [Text],
@@ -479,7 +479,7 @@ fn continue_texts<M: Decoder>(
             }
         };
         let texts = going_on.iter().zip(&read);
-        // After a token everything up to it is known; rows behind a text's own draw what nobody looks at.
+        // Each row's draft prefix is the text before it. Rows after a text's own are unused.
         let rows = texts.flat_map(|(text, read)| {
             let text: &Text = text;
             (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))
@@ -496,7 +496,7 @@ fn continue_texts<M: Decoder>(
     }
 }
 
-/// A token from each row of logits; none where no logit is finite. Tokens are drawn on the device and read back.
+/// Samples a token from each row of logits; None if no logit is finite. Samples on the device and reads back.
 fn draw(
     logits: Tensor<2>,
     rows: &[Row],
@@ -508,7 +508,7 @@ fn draw(
         let step = text.tokens.len() + draft.len();
         sampling.number(text.prompt, step) as f32
     });
-    // What is just below 1 must not become it.
+    // Rounding to f32 must not give 1.
     let numbers = numbers.map(|number| number.min(1.0 - f32::EPSILON / 2.0));
     let numbers = TensorData::new(numbers.collect::<Vec<f32>>(), [count]);
     let numbers = Tensor::from_data(numbers, (&device, DType::F32));
@@ -531,7 +531,7 @@ fn draw(
         .collect())
 }
 
-/// Tokens of rows, with zeros after those of shorter ones.
+/// Uploads tokens of rows, padded with zeros.
 fn ids<M: Decoder>(model: &M, rows: &[&Vec<u32>], seq: usize) -> Tensor<2, Int> {
     let mut ids: Vec<i64> = Vec::with_capacity(rows.len() * seq);
     for (row, tokens) in rows.iter().enumerate() {
@@ -546,7 +546,7 @@ fn device_of<M: Decoder>(model: &M) -> Device {
     model.attentions()[0].key.weight.device()
 }
 
-/// Positions that a model has.
+/// Returns the number of positions of a model.
 fn context_of<M: Decoder>(model: &M) -> usize {
     let most = pool::context_of(&model.attentions(), model.max_positions());
     most.unwrap_or(usize::MAX)

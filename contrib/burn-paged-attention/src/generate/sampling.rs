@@ -1,4 +1,4 @@
-//! How the next token is chosen from logits.
+//! Sampling of the next token with a seed.
 
 use std::ops::Deref;
 
@@ -6,10 +6,10 @@ use burn_blocksparse::internal::philox;
 
 use crate::sampling::SampleOptions;
 
-/// The last word of the generator's counter, which dropout does not use.
+/// Last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
 
-/// Sampling of the next token: [`SampleOptions`] select candidates, a seed draws one of them. The [`Default`] samples from the model as it is.
+/// Sampling of the next token: [`SampleOptions`] select candidates, a seed draws one of them. [`Default`] samples from the plain softmax.
 ///
 /// ```
 /// use burn_paged_attention::generate::Sampling;
@@ -23,9 +23,9 @@ const STREAM: u32 = u32::MAX - 1;
 #[must_use]
 #[non_exhaustive]
 pub struct Sampling {
-    /// Candidates. The repetition penalty counts the tokens of the prompt and of the text.
+    /// Selection of candidates. The repetition penalty applies to tokens of the prompt and of the text.
     pub options: SampleOptions,
-    /// The same seed, prompt number and step draw the same, whatever else is in the batch. Default: 1.
+    /// Equal seeds, prompt indices and steps draw equal numbers, whatever else is in the batch. Default: 1.
     pub seed: u64,
 }
 
@@ -46,21 +46,21 @@ impl Deref for Sampling {
 
 impl Sampling {
     blocksparse::setters! {
-        /// Sets what logits are divided by.
+        /// Sets the divisor of the logits.
         temperature => options.temperature: f64,
-        /// Sets the number of likeliest tokens that are retained.
+        /// Sets the number of likeliest tokens that are kept.
         top_k => options.top_k: Option<usize>,
-        /// Sets what the candidates make up.
+        /// Sets the total probability of the candidates.
         top_p => options.top_p: f64,
         /// Sets the least probability of a token, relative to the likeliest.
         min_p => options.min_p: f64,
-        /// Sets how much less likely tokens are that were seen.
+        /// Sets the penalty of seen tokens.
         repetition => options.repetition: f64,
         /// Sets the seed.
         seed: u64,
     }
 
-    /// The token of a step of a prompt; none if no logit is finite.
+    /// Returns the token of a step of a prompt; None if no logit is finite.
     pub fn choose(
         &self,
         logits: &[f32],
@@ -71,7 +71,7 @@ impl Sampling {
         self.options.choose(logits, seen, number)
     }
 
-    /// The number in [0, 1), with 53 bits, that draws the token of a step of a prompt.
+    /// Returns the number in [0, 1), with 53 bits, that samples the token of a step of a prompt.
     pub fn number(&self, prompt: usize, step: usize) -> f64 {
         let counter = [
             step as u32,
@@ -101,7 +101,7 @@ mod tests {
         kept.into_iter().map(|kept| kept.1).collect()
     }
 
-    /// Numbers that were worked out by hand in f64, to four digits.
+    /// Computed by hand in f64, to four digits.
     #[rstest]
     #[case(Sampling::default().temperature(0.8), &[0.5013, 0.2684, 0.1436, 0.0528, 0.0220, 0.0118])]
     #[case(Sampling::default().temperature(0.8).top_k(Some(4)), &[0.5189, 0.2777, 0.1487, 0.0547])]
@@ -157,7 +157,7 @@ mod tests {
         assert_eq!(sampling.choose(&infinite, |_| false, [0, 0]), Some(1));
     }
 
-    /// 10⁵ draws within four standard deviations, and the same numbers for the same seed, prompt and step alone.
+    /// 10⁵ draws are within four standard deviations, and depend only on seed, prompt and step.
     #[test]
     fn draws_follow_the_probabilities() {
         let sampling = Sampling::default().temperature(0.8).seed(3);

@@ -1,4 +1,4 @@
-//! Kernels of attention over pages, and of sampling.
+//! Kernels of paged attention and of sampling.
 
 #[doc(hidden)]
 pub mod paged;

@@ -1,12 +1,13 @@
-//! Tokens drawn from rows of logits.
+//! Kernel that samples a token from each row of logits.
 //!
-//! Nothing is sorted. Numbers in the order of their size are whole numbers in the same order, so what is asked of a rank (how many are larger, how much
-//! they make up) is asked of a bound instead, which 32 halvings find. A cube has a row.
+//! Nothing is sorted. Floats map to integers of the same order, so a threshold by rank or by cumulative weight is found by bisection over the
+//! integers, in 32 steps. A cube has a row.
 //!
-//! No factor is infinite, nor a difference: a temperature is two factors, and differences are of halves. In a row whose largest number is not finite behind the
-//! penalty, all numbers are multiplied by what makes none larger than its logit (`shrunk`), so that they keep their order.
+//! No factor and no difference overflows: a temperature is split into two factors, and differences are taken of halves. If the penalty makes the
+//! largest logit of a row infinite, all elements are instead multiplied by a factor that leaves none larger than its logit (`shrunk`), which keeps
+//! their order.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use crate::sample_options::SampleOptions;
@@ -19,19 +20,19 @@ use blocksparse_cubecl::shared::row_tile::{
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Units of a row, and of one of more than [`LONG`] numbers.
+/// Units of a row, and of a row with more than [`LONG`] elements.
 const LANES: usize = 256;
 const LONG_LANES: usize = 1024;
 const LONG: usize = 16_384;
 
-/// Below every logit.
+/// Lower bound of every logit.
 const LOWEST: f32 = f32::MIN;
 
-/// A penalty that is larger, or whose reciprocal is, is two factors: 2¹²⁴. Of the largest logit both leave a number.
+/// A penalty above 2¹²⁴, or with a reciprocal above it, is split into two factors. Both leave the largest logit finite.
 const MOST_PENALTY: f64 = (1u128 << 124) as f64;
 
 impl SampleOptions {
-    /// One over the temperature, as two factors that f32 has: no difference of logits is so small that both leave it.
+    /// Returns the reciprocal of the temperature as two normal f32 factors, since alone it may overflow or underflow f32.
     fn factors(&self) -> [f64; 2] {
         let normal = |x: f64| x.clamp(f32::MIN_POSITIVE.into(), f32::MAX.into());
         let whole = match self.temperature {
@@ -42,7 +43,7 @@ impl SampleOptions {
         [factor, normal(whole / factor)]
     }
 
-    /// The penalty, as two factors.
+    /// Returns the penalty as two factors.
     fn penalties(&self) -> [f64; 2] {
         let within = |x: f64| x.clamp(1.0 / MOST_PENALTY, MOST_PENALTY);
         let penalty = within(self.repetition);
@@ -78,7 +79,7 @@ impl SampleOptions {
     }
 }
 
-/// What is compiled into the kernel.
+/// Comptime shape of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Sampled {
     tile: RowTile,
@@ -87,42 +88,41 @@ struct Sampled {
     top_p: bool,
     min_p: bool,
     seen: bool,
-    /// The penalty is two factors.
+    /// Whether the penalty is split into two factors.
     is_wide: bool,
-    /// The penalty is below 1.
+    /// Whether the penalty is below 1.
     is_reward: bool,
 }
 
-/// What makes weights of a row's logits.
+/// Parameters that turn a row's logits into weights.
 #[derive(CubeType, Clone, Copy)]
 struct Row {
-    /// Where it begins.
     start: usize,
-    /// Its largest number.
+    /// Its largest element.
     most: f32,
-    /// One over the temperature, as two factors.
+    /// Reciprocal of the temperature, as two factors.
     factor: f32,
     more: f32,
     penalty: Penalty,
-    /// Whether its numbers are shrunk.
+    /// Whether its elements are shrunk.
     is_shrunk: bool,
 }
 
-/// What logits of tokens that were seen are divided by, or multiplied by: the product of both.
+/// Penalty of seen tokens, as two factors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Penalty {
     by: f32,
     more: f32,
 }
 
-/// What counts: all above a bound, and so many of those that are equal to it.
+/// Candidates: all above a bound, and `ties` of those equal to it.
 #[derive(CubeType, Clone, Copy)]
 struct Kept {
     bound: u32,
     ties: f32,
 }
 
-/// A number as one whose order is that of whole numbers: 0 for NaN and −∞, which count for nothing.
+/// Maps a float to an integer of the same order: 0 for NaN and −∞, which never count.
 #[cube]
 fn ordered(bits: u32) -> u32 {
     let key = select(bits >> 31 == 1, !bits, bits | 0x8000_0000);
@@ -130,7 +130,7 @@ fn ordered(bits: u32) -> u32 {
     select(none, 0u32, key)
 }
 
-/// A number times the penalty.
+/// Multiplies a number by the penalty.
 #[cube]
 fn times(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     let mut product = z * penalty.by;
@@ -140,7 +140,7 @@ fn times(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     product
 }
 
-/// A number over the penalty.
+/// Divides a number by the penalty.
 #[cube]
 fn over(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     let mut quotient = z / penalty.by;
@@ -150,7 +150,7 @@ fn over(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     quotient
 }
 
-/// A number of a row that is shrunk: times the penalty if that is below 1, and else over it.
+/// Shrinks an element: multiplies it by the penalty if that is below 1, and otherwise divides.
 #[cube]
 fn shrunk(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     if comptime!(s.is_reward) {
@@ -160,7 +160,7 @@ fn shrunk(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     }
 }
 
-/// The reverse of [`shrunk`].
+/// Inverts [`shrunk`].
 #[cube]
 fn grown(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     if comptime!(s.is_reward) {
@@ -170,10 +170,10 @@ fn grown(z: f32, penalty: &Penalty, #[comptime] s: Sampled) -> f32 {
     }
 }
 
-/// How likely a number is beside the largest.
+/// Returns the probability of an element relative to the largest.
 #[cube]
 fn weight(key: u32, row: &Row, #[comptime] s: Sampled) -> f32 {
-    // Halves, whose difference is finite.
+    // The difference of halves is finite.
     let mut half = number(key) * 0.5f32 - row.most * 0.5f32;
     if comptime!(s.seen) {
         if row.is_shrunk {
@@ -183,7 +183,7 @@ fn weight(key: u32, row: &Row, #[comptime] s: Sampled) -> f32 {
     (half * row.factor * row.more * 2.0f32).exp()
 }
 
-/// A number of a row, as it is ordered.
+/// Returns the order key of an element of a row, after the penalty.
 #[cube]
 fn key_at(
     logits: &[u32],
@@ -199,7 +199,7 @@ fn key_at(
         let z = f32::reinterpret(bits);
         let mut lower = z;
         if is_shrunk {
-            // What the penalty makes larger is as it was, and all else is smaller.
+            // Elements that the penalty would enlarge stay; all others shrink.
             let mut is_larger = z <= 0.0;
             if comptime!(s.is_reward) {
                 is_larger = z > 0.0;
@@ -210,17 +210,17 @@ fn key_at(
             lower = select(is_larger, z, other);
         } else if was_seen {
             lower = select(z > 0.0, over(z, penalty, s), times(z, penalty, s));
-            // What the penalty takes to infinity says so to the whole row.
+            // Clamp instead of infinity: then the whole row is shrunk.
             lower = max(min(lower, f32::MAX), f32::MIN);
         }
-        // Whatever is no number stays none.
+        // NaN and infinities stay.
         let none = bits & 0x7fff_ffff >= 0x7f80_0000;
         bits = select(none, bits, u32::reinterpret(lower));
     }
     ordered(bits)
 }
 
-/// What the numbers above a bound make up (`a`), and how many they are (`b`).
+/// Sums the weights of the elements above a bound (`a`), and counts them (`b`).
 #[cube]
 fn above(
     logits: &[u32],
@@ -246,18 +246,18 @@ fn above(
     pair_across_lanes::<f32>(weight_sum, count, shared, step, comptime!(s.tile))
 }
 
-/// What a search looks at above a bound.
+/// Condition that ends a search for a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Until {
-    /// Fewer than so many.
+    /// Fewer elements than the limit are above it.
     Fewer,
-    /// Less than so much.
+    /// Their weight is less than the limit.
     Less,
-    /// No more than so much.
+    /// Their weight is at most the limit.
     NoMore,
 }
 
-/// The smallest bound from `least` on above which there is no more than that.
+/// Finds the smallest bound from `least` on that meets the condition.
 #[cube]
 fn bound_of(
     logits: &[u32],
@@ -287,12 +287,12 @@ fn bound_of(
             }
         }
     }
-    // The next search begins with the other half of what is shared.
+    // The next search begins with the other half of the shared memory.
     sync_cube();
     low
 }
 
-/// What all that counts makes up.
+/// Sums the weights of all candidates.
 #[cube]
 fn weight_sum_of(
     logits: &[u32],
@@ -311,8 +311,8 @@ fn weight_sum_of(
     weight_sum
 }
 
-/// `tokens[r]`: drawn from `logits[r]` by `draws[r]` in [0, 1), the first in the order of likelihood up to which they make up more than that; −1 if no
-/// logit is finite.
+/// Samples `tokens[r]` from `logits[r]` by `draws[r]` in [0, 1): the first, by descending probability, whose cumulative weight exceeds that share;
+/// −1 if no logit is finite.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sample(
     logits: &[u32],
@@ -368,10 +368,10 @@ fn sample(
         is_shrunk,
     };
 
-    // The bound of the token, and which of those that are equal to it.
+    // Bound of the token, and its index among equal elements.
     let mut bound = largest;
     let mut place = 0.0f32.runtime();
-    // With an infinite logit, whose key is above all others, that.
+    // If the largest logit is infinite, whose key is above all others, take it.
     let is_drawn = largest < comptime!(INFINITE);
     if comptime!(!s.greedy) {
         let mut kept = Kept {
@@ -433,7 +433,7 @@ fn sample(
             }
         }
         let weight_sum = weight_sum_of(logits, &seen, &kept, &row, &mut shared, s);
-        // Rounding must not leave less than that.
+        // Rounding must not reach the full sum.
         let limit = min(draws[CUBE_POS] * weight_sum, weight_sum * 0.9999998);
         bound = bound_of(
             logits,
@@ -459,7 +459,7 @@ fn sample(
         place = select(is_drawn, place, 0.0f32);
     }
 
-    // Numbers that are equal count in the order of their columns: a lane has neighbours.
+    // Equal elements are ordered by column: a lane counts adjacent ones.
     let own = comptime!(s.tile.row_vectors.div_ceil(s.tile.lanes));
     let first = lane * own;
     let last = min(first + own, vocab);
@@ -502,10 +502,10 @@ fn sample(
     }
 }
 
-/// How [`sample_rows`] is launched.
+/// Describes the launch of [`sample_rows`].
 ///
 /// # Errors
-/// [`KernelError`] if the device has no cubes of as many units.
+/// [`KernelError`] if the device does not support cubes of so many units.
 pub fn sample_text(
     client: &Client,
     vocab: usize,
@@ -518,11 +518,11 @@ pub fn sample_text(
     ))
 }
 
-/// Draws a token from each row of `logits` `[rows, vocab]`, f32, by `draws` `[rows]`, f32 in [0, 1): `tokens` `[rows]`, i32, −1 where no logit is finite.
-/// `seen` `[rows, vocab]`, i32, says which tokens were seen. All contiguous.
+/// Samples a token from each row of `logits` `[rows, vocab]`, f32, by `draws` `[rows]`, f32 in [0, 1), into `tokens` `[rows]`, i32; −1 if no logit
+/// is finite. `seen` `[rows, vocab]`, i32, marks seen tokens. All contiguous.
 ///
 /// # Errors
-/// [`KernelError`] if the device has no cubes of as many units, or there are too many rows.
+/// [`KernelError`] if the device does not support cubes of so many units, or there are too many rows.
 pub fn sample_rows(
     client: &Client,
     options: &SampleOptions,
@@ -544,8 +544,8 @@ pub fn sample_rows(
     let seen = seen.filter(|_| sampled.seen);
     let [factor, more] = options.factors();
     let [penalty, more_penalty] = options.penalties();
-    // SAFETY: units read columns below the vocabulary of their cube's row, and one of a row's writes its token; the buffers have the lengths they say
-    // (see `buffer`).
+    // SAFETY: units read columns below the vocabulary of their cube's row, and one unit of a row writes its token; the buffers have the stated
+    // lengths (see `buffer`).
     unsafe {
         sample::launch_unchecked(
             client,

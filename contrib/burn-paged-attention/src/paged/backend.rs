@@ -1,4 +1,4 @@
-//! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
+//! Paged attention on each backend. Autodiff needs no implementation: the public functions detach their tensors first.
 
 #[cfg(feature = "cube")]
 pub use kernels::{handles, in_place, rows_by, text};
@@ -28,7 +28,7 @@ mod kernels {
     };
     use burn_blocksparse::internal::prelude::*;
 
-    /// Returns a text of how a call is launched.
+    /// Describes the launches of a call.
     pub fn text(
         device: &CubeDevice,
         inputs: &PagedInputs<Dispatch>,
@@ -65,7 +65,7 @@ mod kernels {
         tensor.into_option().map(integers)
     }
 
-    /// Pages that a kernel writes.
+    /// Returns the pages for a kernel to write; fails a graph capture if they are shared.
     pub fn in_place(pages: CubeTensor) -> CubeTensor {
         if !pages.can_mut() {
             recording::fails(&pages.client, Failure::NotInPlace("the pages"));
@@ -73,7 +73,7 @@ mod kernels {
         writable(pages)
     }
 
-    /// Rows, or the words of those in eight bits and their scales, as something makes them.
+    /// Applies a function to the rows, or to their words and scales.
     pub fn rows_by(
         rows: StoredRows<CubeBackend>,
         of: fn(CubeTensor) -> CubeTensor,
@@ -88,7 +88,7 @@ mod kernels {
         }
     }
 
-    /// Where rows are, or their words and scales.
+    /// Returns the handles of the rows, or of their words and scales.
     pub fn handles(rows: &StoredRows<CubeBackend>) -> (&Handle, Option<&Handle>) {
         match rows {
             StoredRows::Plain(rows) => (&rows.handle, None),
@@ -99,7 +99,7 @@ mod kernels {
     impl PagedOps for CubeBackend {
         fn paged_attention(inputs: PagedInputs<Self>, call: PagedCall) -> PagedRows<Self> {
             let shape = shape_of(&inputs, &call);
-            // A buffer without elements may not be bound.
+            // Bindings must not be empty.
             let has_keys =
                 shape.pages * shape.entries > 0 && shape.selected.is_none_or(|count| count > 0);
             let plan = match has_keys && !uses_reference() {

@@ -26,19 +26,20 @@ use values::{PagedCall, PagedInputs, SumsInputs};
 pub struct PagedOutput {
     /// `[batch, heads, s, d_v]`, in q's dtype; zeros in rows without keys.
     pub out: Tensor<4>,
-    /// `[batch, heads, s]`: the natural log of the sum of exponentials of the scaled scores, sinks included; −∞ in rows without keys and sinks. f32, or f64
-    /// for f64 inputs.
+    /// `[batch, heads, s]`: natural log of the sum of exponentials of the scaled scores, sinks included; −∞ in rows without keys and sinks. f32, or
+    /// f64 for f64 inputs.
     pub lse: Tensor<3>,
 }
 
-/// Attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`, `p = softmax(scale · q · kᵀ)` over the
-/// slots of the sequence's page list ([`PagedKeysValues`]).
+/// Computes attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`,
+/// `p = softmax(scale · q · kᵀ)` over the slots of the sequence's page list ([`PagedKeysValues`]).
 ///
-/// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's page list is split among the multiprocessors;
-/// the parts are merged by their lse (Dao et al., "Flash-Decoding", 2023), in a second launch or with [`PagedKeysValues::counters`] in the same. The same call gives the same bits; with
-/// [`PagedOptions::fixed_split`] a sequence gives the same bits in any batch.
+/// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's page list is split among the
+/// multiprocessors; the parts are merged by their lse (Dao et al., "Flash-Decoding", 2023), in a second launch or, with
+/// [`PagedKeysValues::counters`], in the same one. Equal calls give equal bits; with [`PagedOptions::fixed_split`] a sequence gives equal bits in
+/// any batch.
 ///
-/// It is not differentiated: tensors leave the autodiff graph on the way in, and the results are on the device without autodiff.
+/// It has no gradient: inputs are detached from the autodiff graph, and results are on the device without autodiff.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -61,11 +62,11 @@ pub struct PagedOutput {
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, s, d_k]`, the last `s` positions of each sequence; `kv_heads` divides `heads`
-/// - [`PagedKeysValues`] has those of the rest
+/// - The other shapes are at [`PagedKeysValues`]
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes, devices or options do not fit each other, or no feature of this crate serves the device. What tables and spans say is not
-/// checked, because it is on the device: entries and pages that do not exist count for nothing.
+/// [`OpError`] if shapes, dtypes, devices or options do not match, or no feature of this crate serves the device. The contents of tables and spans
+/// are on the device and are not checked: entries and pages that do not exist are skipped.
 pub fn paged_attention(
     q: Tensor<4>,
     pages: &PagedKeysValues,
@@ -80,7 +81,6 @@ pub fn paged_attention(
     })
 }
 
-/// The tensors of a call.
 fn inputs_of(
     q: Tensor<4>,
     pages: &PagedKeysValues,
@@ -104,16 +104,16 @@ fn inputs_of(
     }
 }
 
-/// A tensor as operations get it, which are not differentiated.
+/// Detaches a tensor, since the backend ops have no gradient.
 pub(crate) fn inner<const D: usize, K: Autodiff>(tensor: Tensor<D, K>) -> DispatchTensor {
     tensor.without_autodiff().into_dispatch()
 }
 
 impl PagedOptions {
-    /// Returns the plan of [`paged_attention`]. It prints.
+    /// Returns the plan of [`paged_attention`], which prints its launches.
     ///
     /// # Errors
-    /// As [`paged_attention`].
+    /// Those of [`paged_attention`].
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
         check(q, pages, self)?;
@@ -124,8 +124,8 @@ impl PagedOptions {
     }
 }
 
-/// Writes new keys and values into slots of pages, and returns the pages: in their own buffers where the call alone holds them (hand the tensors over, and
-/// keep no clone), and otherwise in copies.
+/// Writes new keys and values into slots of pages, and returns the pages. It writes in place if the call holds the only reference (pass the tensors
+/// by value and keep no clone), and otherwise copies.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -146,11 +146,11 @@ impl PagedOptions {
 /// # Shapes
 /// - `keys`: `[pages, P, d_k]`, `values`: `[pages, P, d_v]`
 /// - `k`: `[batch, kv_heads, s, d_k]`, `v`: `[batch, kv_heads, s, d_v]`
-/// - `slots`: `[batch, 1 or kv_heads, s]`, i32: `x · P + slot` of the table's entry `x` ([`PagedKeysValues`] says which page that is); negative: the row is
-///   not stored. No two rows may go to one slot.
+/// - `slots`: `[batch, 1 or kv_heads, s]`, i32: `x · P + slot` for table entry `x` ([`PagedKeysValues`] defines its page); negative: the row is not
+///   stored. No two rows may have the same slot.
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+/// [`OpError`] if shapes, dtypes or devices do not match, or no feature of this crate serves the device.
 pub fn append_rows(
     keys: Tensor<3>,
     values: Tensor<3>,
@@ -164,7 +164,7 @@ pub fn append_rows(
     }
 }
 
-/// Numbers written at places of a row of others, which is handed over; negative ones are left out.
+/// Scatters integers into `to` at the indices `at`; indices out of range are skipped.
 pub(crate) fn write_integers(
     to: Tensor<1, Int>,
     at: Tensor<1, Int>,
@@ -174,7 +174,7 @@ pub(crate) fn write_integers(
     Tensor::from_dispatch(<Dispatch as PagedOps>::write_integers(to, at, values))
 }
 
-/// Sums of attention, handed over, and what queries of pages that were attended to add: see [`PagedOps::attention_sums`].
+/// Adds the attention of some queries to the running sums: see [`PagedOps::attention_sums`].
 pub(crate) fn attention_sums(
     sums: Tensor<3>,
     (q, lse): (Tensor<4>, Tensor<3>),
@@ -207,7 +207,7 @@ impl PagedOptions {
     }
 }
 
-/// Pages as keys and values of the same slots.
+/// Checks that keys and values have the same pages, dtype and device.
 fn check_pages(keys: &Tensor<3>, values: &Tensor<3>) -> Result<(), OpError> {
     let [pages, page, width] = keys.dims();
     let [value_pages, value_page, value_width] = values.dims();
@@ -224,7 +224,7 @@ fn check_pages(keys: &Tensor<3>, values: &Tensor<3>) -> Result<(), OpError> {
     )
 }
 
-/// Pages and slots of a page, of keys and of values.
+/// Checks that keys and values have the same `[pages, P]`, and that `P` is a power of two.
 fn check_page_sizes(
     [pages, page]: [usize; 2],
     [value_pages, value_page]: [usize; 2],
@@ -234,14 +234,14 @@ fn check_page_sizes(
     OpError::expect_same("values' page size", page, "the keys'", value_page)
 }
 
-/// That tables are one for all heads or one for each.
+/// Checks that a table has one row for all KV heads or one for each.
 pub fn check_heads(argument: &'static str, tables: usize, kv_heads: usize) -> Result<(), OpError> {
     OpError::ensure_positive("kv_heads", kv_heads)?;
     blocksparse::ensure! { OpError; tables == 1 || tables == kv_heads => argument, format!("1 or {kv_heads}, kv_heads"), tables; }
     Ok(())
 }
 
-/// That entries of a table that heads share are whole.
+/// Checks that the pages divide evenly into entries of a shared table.
 pub fn check_shared(pages: usize, kv_heads: usize, tables: usize) -> Result<(), OpError> {
     blocksparse::ensure! {
         OpError;
@@ -250,7 +250,7 @@ pub fn check_shared(pages: usize, kv_heads: usize, tables: usize) -> Result<(), 
     Ok(())
 }
 
-/// That page lists are those of queries of so many heads, over so many pages.
+/// Checks that the tables match queries `[batch, heads, ..]` and the number of pages.
 pub(crate) fn check_tables(
     [batch, heads]: [usize; 2],
     kv_heads: usize,

@@ -1,4 +1,4 @@
-//! The backend trait of attention over pages.
+//! The backend trait of paged attention.
 
 use crate::paged::values::{
     AppendInputs, PagedCall, PagedInputs, PagedRows, StoredPages, SumsInputs,
@@ -6,8 +6,8 @@ use crate::paged::values::{
 use crate::paged::{reference, slots_reference};
 use burn_blocksparse::internal::prelude::*;
 
-/// Attention over pages, writing into them and their slots one by one as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public
-/// functions.
+/// Attention over pages, writes into pages and slot index lists as backend operations, on tensors that are not on an autodiff device. The public
+/// functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -15,7 +15,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait PagedOps: Backend {
-    /// Attention of a few queries of each sequence.
+    /// Computes the attention of a few queries of each sequence.
     #[fusion(meta = meta::attention)]
     fn paged_attention(
         #[extension_type] inputs: PagedInputs<Self>,
@@ -24,14 +24,14 @@ pub trait PagedOps: Backend {
         reference::attention::<Self>(inputs, &call)
     }
 
-    /// Rows written into pages: in place where the call alone holds them, otherwise into a copy.
+    /// Writes rows into pages: in place if the call holds the only reference, otherwise into a copy.
     #[fusion(meta = |inputs| inputs.pages.clone())]
     fn append(#[extension_type] inputs: AppendInputs<Self>) -> StoredPages<Self> {
         reference::append::<Self>(inputs)
     }
 
-    /// The slots of region one of page lists over a table `[page_lists, entries]` with spans `[page_lists, 4]`, i32 `[page_lists, entries · page]`: `x · page + slot` of entry `x`,
-    /// and below 0 after the last.
+    /// Lists the slots of region one of each page list, from a table `[page_lists, entries]` and spans `[page_lists, 4]`: i32
+    /// `[page_lists, entries · page]`, `x · page + slot` for entry `x`, padded with negative numbers.
     #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
     fn page_list_slots(
         table: IntTensor<Self>,
@@ -41,8 +41,8 @@ pub trait PagedOps: Backend {
         slots_reference::page_list_slots::<Self>(table, spans, page)
     }
 
-    /// The slots of each of so many heads of keys at places `[page_lists, most]` of page lists, i32 `[page_lists, heads, most]`: below 0 where a place is. Of an entry `x` the
-    /// heads have pages `x · heads` and those after it.
+    /// Maps places `[page_lists, most]` along the page lists to the slots of each KV head, i32 `[page_lists, heads, most]`; negative places stay
+    /// negative. Entry `x` is the pages `x · heads ..`, one per head.
     #[fusion(dtype = DType::I32, shape = [places[0], *heads, places[1]].into())]
     fn picked_slots(
         places: IntTensor<Self>,
@@ -53,7 +53,8 @@ pub trait PagedOps: Backend {
         slots_reference::picked_slots::<Self>(places, table, heads, page)
     }
 
-    /// Numbers written at places `[n]` of others `[length]`, in place where the call alone holds these and otherwise in a copy; what has no place there is left out.
+    /// Scatters integers into `to`, `[length]`, at the indices `at`, `[n]`: in place if the call holds the only reference, otherwise into a copy.
+    /// Indices out of range are skipped.
     #[fusion(dtype = to, shape = to)]
     fn write_integers(
         to: IntTensor<Self>,
@@ -63,12 +64,12 @@ pub trait PagedOps: Backend {
         slots_reference::write_integers::<Self>(to, at, values)
     }
 
-    /// What each key of region one of page lists got of attention so far and gets of the queries, by their lse, summed over the queries that share its head: in
-    /// place where the call alone holds the sums, otherwise in a copy. Of row `i` of a sequence's `tokens` queries the last `tokens − 1 − i` keys are not seen. Keys of
-    /// these tokens begin at 0.
+    /// Adds to each key's sum of attention (region one of its page list) the probabilities of these queries, from their lse, summed over the queries
+    /// that share the KV head: in place if the call holds the only reference, otherwise in a copy. Of a sequence's `tokens` queries, row `i` does
+    /// not see the last `tokens − 1 − i` keys. Sums of the keys of these tokens start at 0.
     ///
-    /// With a ring the row of position `p` goes to place `1 + p mod ring` after the sum; before, what is there is added to it, once the ring is full of rows
-    /// that count: `loose` did before the call.
+    /// With a ring, the row of position `p` is stored at index `1 + p mod ring` instead of being added at once. The row that it overwrites is added
+    /// to the sum first, once the ring is full of valid rows; `loose` of them were valid before the call.
     #[fusion(dtype = inputs.sums.dtype, shape = inputs.sums.shape.clone())]
     fn attention_sums(
         #[extension_type] inputs: SumsInputs<Self>,

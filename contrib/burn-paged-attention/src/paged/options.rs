@@ -1,15 +1,15 @@
-//! Pages as a call sees them, and how it computes.
+//! Paged keys and values, and options of attention over them.
 
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::paged::store::PagedStore;
 use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, WeightsMode};
 
-/// Keys and values in pages, and where those of each sequence are.
+/// Paged keys and values, with the page lists of the sequences.
 ///
-/// A page has `P` slots, a power of two, and belongs to one head of keys. `T` is 1 if the heads of a sequence keep the same keys, or `kv_heads`. With
-/// `T = kv_heads` an entry of the table is a page; with `T = 1` the entry `x` is the pages `x · kv_heads + κ` of the heads `κ`. Entries below 0 and pages that
-/// do not exist count for nothing.
+/// A page has `P` slots, a power of two, and belongs to one KV head. `T` is 1 if the KV heads of a sequence retain the same keys, and `kv_heads`
+/// otherwise. With `T = kv_heads` an entry of the table is a page; with `T = 1` entry `x` is the pages `x · kv_heads + κ` of the KV heads `κ`.
+/// Negative entries and pages that do not exist are skipped.
 ///
 /// ```text
 /// table   [ 7  2  9  4  … ]          spans: 3P − 2 permanent slots, timed slots from entry 3 on: start 5, count n
@@ -17,41 +17,42 @@ use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, WeightsMode}
 ///           permanent  timed: slots 5 .. 5 + n of these pages
 /// ```
 ///
-/// The page list of a row of the table goes through region one, slots `0 .. permanent_slots` of its pages from entry 0 on, then through region two, slots
-/// `timed_start .. timed_start + timed_slots` of its pages from entry `timed_first_entry` on. Regions share no entry. Numbers in the slots of the page list must be
-/// finite; whatever lies in others is never used.
+/// The page list of a table row has two regions. Region one is slots `0 .. permanent_slots` of its pages from entry 0 on; region two is slots
+/// `timed_start .. timed_start + timed_slots` of its pages from entry `timed_first_entry` on. Regions share no entry. Elements in these slots must
+/// be finite; other slots are never used.
 #[derive(Clone, Debug)]
 pub struct PagedKeysValues {
-    /// The keys and values.
+    /// Keys and values of the pages.
     pub store: PagedStore,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
     /// `[batch, T, max_pages]`, i32.
     pub table: Tensor<3, Int>,
     /// `[batch, T, 4]`, i32: `permanent_slots`, `timed_first_entry`, `timed_start`, `timed_slots`.
     pub spans: Tensor<3, Int>,
-    /// Slots that each query sees. None: all see all, as a single new query does.
+    /// Slots that each query sees. None: all queries see all slots, as a single new query does.
     pub visibility: Option<PagedVisibility>,
-    /// `[batch, kv_heads, n]`, i32: the entries of the table whose slots count, in any order and each once; below 0: none. None: all.
+    /// `[batch, kv_heads, n]`, i32: indices of the table entries to attend to, in any order and without repeats; negative: none. None: all entries.
     pub selected: Option<Tensor<3, Int>>,
-    /// `[batch · heads · s]` or longer, i32: zeros. With them one launch does it all on tensor cores, where that is faster; without them, or as i64, two do.
-    /// Calls leave zeros behind. Calls that run at the same time, from two threads, need counters of their own.
+    /// `[batch · heads · s]` or longer, i32, all zero. With counters, one launch does everything on tensor cores where that is faster; without them,
+    /// or with i64, it takes two. Calls leave zeros behind. Concurrent calls from two threads need separate counters.
     pub counters: Option<Tensor<1, Int>>,
 }
 
 /// Slots that each query sees: the query at position `p` sees a slot if `positions ≤ p ≤ last`.
 #[derive(Clone, Debug)]
 pub struct PagedVisibility {
-    /// `[entries, P]`, i32: each slot's position. `entries` are the indices that a table may have: `pages`, or `pages / kv_heads` with `T = 1`.
+    /// `[entries, P]`, i32: each slot's position. `entries` is the number of values that a table entry may have: `pages`, or `pages / kv_heads` with
+    /// `T = 1`.
     pub positions: Tensor<2, Int>,
-    /// `[entries, P]`, i32: the last position that sees each slot.
+    /// `[entries, P]`, i32: the last query position that sees each slot.
     pub last: Tensor<2, Int>,
-    /// `[batch]`, i32: the position of the first of q's rows; row `i` is `i` further.
+    /// `[batch]`, i32: the position of q's first row; row `i` is at this plus `i`.
     pub query_positions: Tensor<1, Int>,
 }
 
 impl PagedKeysValues {
-    /// Pages `[pages, P, d_k]` and `[pages, P, d_v]` whose slots all queries see.
+    /// Makes the inputs from pages `[pages, P, d_k]` and `[pages, P, d_v]` whose slots all queries see.
     pub fn new(
         keys: Tensor<3>,
         values: Tensor<3>,
@@ -62,7 +63,7 @@ impl PagedKeysValues {
         Self::of_store(PagedStore::Plain { keys, values }, kv_heads, table, spans)
     }
 
-    /// [`Self::new`] of pages that are stored in any way.
+    /// Like [`Self::new`], for pages in any storage format.
     pub fn of_store(
         store: PagedStore,
         kv_heads: usize,
@@ -80,9 +81,9 @@ impl PagedKeysValues {
         }
     }
 
-    /// Single slots of pages, as `Dsa::choose_in_pages` lists them: i32 `[page_lists, kv_heads, most]`, of each head of keys
-    /// `page · P + slot`, below 0 after the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
-    /// than are listed has as many.
+    /// Attends to single slots, as [`choose_in_pages`](crate::dsa::choose_in_pages) lists them: i32 `[page_lists, kv_heads, most]` with
+    /// `page · P + slot` of each KV head, padded with negative numbers. `spans` are those of the page lists that the slots were chosen from, with
+    /// region one alone: their lengths, at most `most`, are the numbers of valid slots.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
         let [page_lists, kv_heads, most] = slots.dims();
         let spans = spans.clone().clamp_max(most as i32);
@@ -91,13 +92,13 @@ impl PagedKeysValues {
     }
 
     blocksparse::setters! {
-        /// Sets which queries see which slots.
+        /// Sets the slots that each query sees.
         #[must_use]
         visibility: Some(PagedVisibility),
-        /// Sets the zeros by which cubes find out who is the last.
+        /// Sets the zeros that elect the last cube of a row.
         #[must_use]
         counters: Some(Tensor<1, Int>),
-        /// Sets the entries of the table that count.
+        /// Sets the table entries to attend to.
         #[must_use]
         selected: Some(Tensor<3, Int>),
     }
@@ -108,13 +109,13 @@ impl PagedKeysValues {
 #[must_use]
 #[non_exhaustive]
 pub struct PagedOptions {
-    /// Factor of the scores `q · kᵀ`; default `1 / √d_k`.
+    /// Factor of the scores `q · kᵀ`. Default: `1 / √d_k`.
     pub scale: Option<f64>,
     /// Softcap `c`: scores become `c · tanh(score / c)` after scaling (Gemma 2).
     pub softcap: Option<f64>,
-    /// Sink logits, `[heads]`: queries attend to a further key of this score and of value 0.
+    /// Sink logits, `[heads]`: each query attends to a further key with this score and value 0.
     pub sinks: Option<Tensor<1>>,
-    /// Pages of one split. None: as many as keep the device busy, which depends on all lengths of the batch.
+    /// Pages of a split. None: as many as keep the device busy, which depends on all lengths of the batch.
     pub fixed_split: Option<usize>,
 }
 
@@ -126,14 +127,14 @@ impl PagedOptions {
         softcap: Some(f64),
         /// Sets the sink logits.
         sinks: Some(Tensor<1>),
-        /// Splits lists of pages into parts of so many, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
+        /// Splits page lists into parts of this many pages, whatever else is in the batch: a sequence gives the same bits alone and in any batch.
         fixed_split: Some(usize),
     }
 
-    /// The options that attention over a layout has: scale, softcap and sinks. Nothing is skipped below a softmax threshold.
+    /// Converts the options that paged attention shares with attention over a layout: scale, softcap and sinks. A softmax threshold is ignored.
     ///
     /// # Errors
-    /// [`OpError::Argument`] for what attention over pages does not have: ALiBi, dropout, biases, stored weights and largest scores.
+    /// [`OpError::Argument`] for options that paged attention lacks: ALiBi, dropout, biases, stored weights and largest scores.
     pub fn for_attention(
         options: &AttentionOptions,
         tensors: &AttentionTensors,

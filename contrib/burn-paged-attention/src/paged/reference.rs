@@ -1,4 +1,4 @@
-//! Attention over pages in Burn's primitives. Tables are read by the host: on CPU backends, which run this, they are in its memory.
+//! Paged attention in Burn's primitives. The host reads the tables: on CPU backends, which run this, they are in its memory.
 
 use std::ops::Range;
 
@@ -14,14 +14,14 @@ use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::prelude::*;
 
-/// Where scores of rows without keys are, and above those of pairs that do not count.
+/// Lower bound of a row's maximum, for rows without keys; above the scores of masked pairs.
 const LOWEST: f64 = -1e29;
-/// Added to the scores of pairs that do not count.
+/// Added to the scores of masked pairs.
 const LOW: f64 = -1e30;
-/// What no recording may upload.
+/// Name of the uploads that a graph capture must not contain.
 const SLOTS: &str = "slots of pages";
 
-/// One sequence after the other: the slots of its page list are gathered, and what the queries do not see is masked.
+/// Processes one sequence after the other: gathers the slots of its page list and masks those that queries do not see.
 pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedRows<B> {
     let [batch, heads, rows, _] = inputs.q.shape().dims();
     let [_, value_width] = inputs.pages.widths();
@@ -80,7 +80,7 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
     }
 }
 
-/// One sequence after the other, as [`attention`].
+/// Processes one sequence after the other, like [`attention`].
 pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> FloatTensor<B> {
     let [batch, _, rows, _] = inputs.q.shape().dims();
     let [seats, slots, planes] = inputs.sums.shape().dims();
@@ -117,7 +117,7 @@ pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> Fl
                 (row..row + count).map(|id| id as i64)
             });
             let ids = table.upload::<B>(ids.collect(), &device);
-            // Those of the slots before one; of the others nothing.
+            // Zeroes the columns from slot `seen` on.
             let before = |x: Array<B>, seen: usize| {
                 let behind: Vec<i64> = (0..count).map(|at| i64::from(at >= seen)).collect();
                 let behind = table.upload::<B>(behind, &device);
@@ -125,7 +125,7 @@ pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> Fl
                 let behind = B::int_expand(behind, Shape::new([heads, count, 1]));
                 x.fill(B::int_equal_elem(behind, 1.into(), bools), 0.0)
             };
-            // Slots are seen in order.
+            // Keys before these tokens: slots are in causal order.
             let seen = list.len() - tokens.min(list.len());
             let old = all.clone().select(0, ids.clone());
             let old = old.reshape([heads, count, planes]);
@@ -154,9 +154,9 @@ pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> Fl
     all.reshape([seats, slots, planes]).0
 }
 
-/// What the queries of a call attend to.
+/// Keys, values and masks of a call.
 struct Rows<B: Backend> {
-    /// Heads of keys, queries of a head, and queries of a head of keys.
+    /// KV heads, queries of a sequence per head, and queries of a sequence per KV head.
     shape: [usize; 3],
     keys: StoredRows<B>,
     values: StoredRows<B>,
@@ -169,7 +169,7 @@ struct Rows<B: Backend> {
 }
 
 impl<B: Backend> Rows<B> {
-    /// Of all slots of page lists, of a table and spans; and the queries in the dtype of sums, scaled, as rows of heads of keys.
+    /// Collects the slots of all page lists. Also returns the queries as rows of KV heads, scaled, in the accumulation dtype.
     fn new(
         q: Array<B>,
         pages: StoredPages<B>,
@@ -200,7 +200,7 @@ impl<B: Backend> Rows<B> {
         (problem, q)
     }
 
-    /// Heads of keys that read the same slots: they are one product.
+    /// Ranges of KV heads that read the same slots, for one matrix product each.
     fn heads_together(&self) -> impl Iterator<Item = Range<usize>> {
         let together = match self.page_lists.selected {
             Some(_) => 1,
@@ -210,7 +210,8 @@ impl<B: Backend> Rows<B> {
         firsts.map(move |first| first..first + together)
     }
 
-    /// `[1, heads, group_rows, value_width]` and `[1, heads, group_rows, 1]` of scaled queries `[1, heads, group_rows, width]`.
+    /// Attends with scaled queries `[1, heads, group_rows, width]`. Returns the output `[1, heads, group_rows, value_width]` and the lse
+    /// `[1, heads, group_rows, 1]`.
     fn attend(&self, q: Array<B>, entry: usize, heads: Range<usize>) -> [Array<B>; 2] {
         let device = q.0.device();
         let ([_, _, group_rows], [_, _, value_width]) = (self.shape, self.values.dims());
@@ -239,13 +240,13 @@ impl<B: Backend> Rows<B> {
         if page_list.is_empty() {
             return [no_values(), log];
         }
-        // Rows without keys have p = 0.
+        // Rows without keys have p = 0; the bound avoids 0 / 0.
         let total = total.at_least(f64::from(f32::MIN_POSITIVE));
         let values = self.gather(&self.values, &heads, &page_list);
         [p.narrow(3, 0..page_list.len()).matmul(values) / total, log]
     }
 
-    /// The scores of a page list, `[1, heads, group_rows, slots]`.
+    /// Computes the scores of a page list, `[1, heads, group_rows, slots]`.
     fn scores(
         &self,
         q: Array<B>,
@@ -271,7 +272,7 @@ impl<B: Backend> Rows<B> {
         s + Array(B::float_from_data(hidden, &device))
     }
 
-    /// Rows of the slots of a page list, `[1, heads, slots, width]`.
+    /// Gathers the rows of a page list, `[1, heads, slots, width]`.
     fn gather(&self, of: &StoredRows<B>, heads: &Range<usize>, page_list: &[Slot]) -> Array<B> {
         let row = |head: usize| page_list.iter().map(move |slot| (head, slot));
         let ids: Vec<i64> = (heads.clone())
@@ -289,7 +290,7 @@ impl<B: Backend> Rows<B> {
     }
 }
 
-/// Rows of some slots of all pages, `[rows, width]`: of those in eight bits what they stand for.
+/// Gathers rows `ids` of all pages, `[rows, width]`, dequantized.
 pub fn rows_at<B: Backend>(of: &StoredRows<B>, ids: IntTensor<B>) -> Array<B> {
     let [pages, page, width] = of.dims();
     let all = pages * page;
@@ -306,7 +307,7 @@ pub fn rows_at<B: Backend>(of: &StoredRows<B>, ids: IntTensor<B>) -> Array<B> {
     }
 }
 
-/// The numbers `[n, 4 w]` of words `[n, w]` with scales `[n]`, from a table of what bytes are.
+/// Dequantizes words `[n, w]` with scales `[n]` to `[n, 4 w]`, by a lookup table of the 256 bytes.
 pub fn dequantize<B: Backend>(
     quantization: Quantization,
     words: IntTensor<B>,
@@ -330,7 +331,8 @@ pub fn dequantize<B: Backend>(
     (numbers * Array::<B>(scales).reshape([rows, 1])).0
 }
 
-/// Pairs of new rows and page rows: rows in the order of batch, head and position, and rows of all pages.
+/// Returns index pairs of source and destination rows: source rows in the order of batch, head and position, destination rows among those of all
+/// pages.
 pub fn written(
     slots: &HostInts,
     [batch, kv_heads, rows]: [usize; 3],
@@ -357,8 +359,8 @@ pub fn written(
     (from, to)
 }
 
-/// Rows in the order of batch, head and position; the last of those that go to the same slot stays. Where pages are quantised, the host quantises rows as the
-/// definition says.
+/// Writes rows in the order of batch, head and position, so the last of those with the same slot stays. The host quantizes rows for quantized pages,
+/// as the definition says.
 pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
     let AppendInputs { pages, k, v, slots } = inputs;
     let [batch, kv_heads, rows, _] = k.shape().dims();
@@ -418,7 +420,7 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
     }
 }
 
-/// Rows in the place of others. Not every backend assigns by an index, but all scatter.
+/// Overwrites rows. Not every backend assigns by an index, but all scatter.
 pub fn assign<B: Backend>(
     into: FloatTensor<B>,
     to: IntTensor<B>,
@@ -450,7 +452,7 @@ impl HostInts {
         }
     }
 
-    /// Integers in the dtype of these, on a device.
+    /// Uploads integers in the dtype of these.
     pub(crate) fn upload<B: Backend>(&self, values: Vec<i64>, device: &B::Device) -> IntTensor<B> {
         recording::doom_by_upload(device, SLOTS);
         let count = values.len();
@@ -466,18 +468,18 @@ struct PageLists {
     selected: Option<HostInts>,
     page: usize,
     pages: usize,
-    /// Heads that an entry of the table has a page of each.
+    /// Heads whose pages make up one entry of the table.
     heads_of_table: usize,
 }
 
-/// A slot of a page list: the number in the table, and the slot of its page.
+/// A slot of a page list: its table entry's value, and the slot within the page.
 struct Slot {
     id: usize,
     slot: usize,
 }
 
 impl Slot {
-    /// Its row in all pages.
+    /// Returns its row among those of all pages.
     fn row(&self, head: usize, page_lists: &PageLists) -> usize {
         let heads = page_lists.heads_of_table;
         (self.id * heads + head % heads) * page_lists.page + self.slot
@@ -485,7 +487,7 @@ impl Slot {
 }
 
 impl PageLists {
-    /// The slots of a sequence that a head of keys reads, in order.
+    /// Returns the slots of a sequence that a KV head reads, in order.
     fn of(&self, entry: usize, head: usize) -> Vec<Slot> {
         let (tables, most) = (self.table.shape[1], self.table.shape[2]);
         let row = entry * tables + head % tables;
@@ -533,7 +535,7 @@ impl PageLists {
     }
 }
 
-/// Which queries see which slots.
+/// Visibility of slots to queries.
 struct Sight {
     positions: Vec<i64>,
     last: Vec<i64>,
@@ -541,7 +543,7 @@ struct Sight {
 }
 
 impl Sight {
-    /// What is added to the scores of `rows` queries, `[rows, slots]`.
+    /// Returns the mask to add to the scores of `rows` queries, `[rows, slots]`.
     fn hidden(&self, entry: usize, page_list: &[Slot], rows: usize, page: usize) -> Vec<f64> {
         let rows = 0..rows as i64;
         rows.flat_map(|row| {

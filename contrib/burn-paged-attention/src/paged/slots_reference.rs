@@ -1,4 +1,4 @@
-//! Slots one by one in Burn's primitives.
+//! Slot index lists in Burn's primitives.
 
 use burn::backend::get_device_settings;
 use burn::tensor::{IndexingUpdateOp, IntDType};

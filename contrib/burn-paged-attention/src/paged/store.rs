@@ -1,4 +1,4 @@
-//! How pages store keys and values.
+//! Storage formats of paged keys and values.
 
 use blocksparse::Quantization;
 use burn::tensor::kind::Basic;
@@ -10,25 +10,25 @@ use burn_blocksparse::internal::prelude::*;
 
 /// Keys and values in pages.
 #[derive(Clone, Debug)]
-// One is made for a call, and moved; tensors are large whichever it is.
+// Few values exist at a time, each made for one call; both variants are large.
 #[allow(clippy::large_enum_variant)]
 pub enum PagedStore {
-    /// As floats.
+    /// Floats.
     Plain {
         /// `[pages, P, d_k]`
         keys: Tensor<3>,
         /// `[pages, P, d_v]`
         values: Tensor<3>,
     },
-    /// In eight bits a number.
+    /// Eight bits per element.
     Quantized(QuantizedPages),
 }
 
-/// Keys and values in eight bits a number, with a scale in f32 for each key and one for each value of a head ([`Quantization`] is the definition): `d_k + d_v + 8`
-/// bytes a slot. Widths are multiples of 4; kernels are fast from multiples of 16 on.
+/// Keys and values with eight bits per element and an f32 scale for each key and each value of a head ([`Quantization`] defines the formats):
+/// `d_k + d_v + 8` bytes a slot. Widths are multiples of 4; multiples of 16 are fast.
 #[derive(Clone, Debug)]
 pub struct QuantizedPages {
-    /// Type of the elements.
+    /// Element type.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`, i32: four elements each, the first in the lowest bits.
     pub keys: Tensor<3, Int>,
@@ -40,7 +40,7 @@ pub struct QuantizedPages {
     pub value_scales: Tensor<2>,
 }
 
-/// Keys, or values, of a [`PagedStore`].
+/// Keys or values of a [`PagedStore`].
 #[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant)]
 pub enum Rows {
@@ -50,10 +50,10 @@ pub enum Rows {
 }
 
 impl QuantizedPages {
-    /// Pages of zeros, of keys and values so wide.
+    /// Allocates pages of zeros with keys and values of these widths.
     ///
     /// # Errors
-    /// [`OpError`] if a width is no multiple of 4 or 0, the page size is no power of two, or no feature of this crate serves the device.
+    /// [`OpError`] if a width is 0 or no multiple of 4, the page size is no power of two, or no feature of this crate serves the device.
     pub fn zeros(
         quantization: Quantization,
         [pages, page]: [usize; 2],
@@ -76,15 +76,15 @@ impl QuantizedPages {
         })
     }
 
-    /// Widths of keys and values.
+    /// Returns the widths of keys and values.
     pub fn widths(&self) -> [usize; 2] {
         [&self.keys, &self.values].map(|words| 4 * words.dims()[2])
     }
 
-    /// Keys `[pages, P, d_k]` and values `[pages, P, d_v]` in f32.
+    /// Returns keys `[pages, P, d_k]` and values `[pages, P, d_v]` in f32.
     ///
     /// # Errors
-    /// As [`dequantize`].
+    /// Those of [`dequantize`].
     pub fn dequantize(&self) -> Result<[Tensor<3>; 2], OpError> {
         let [keys, values] = PagedStore::Quantized(self.clone()).rows();
         Ok([keys.numbers()?, values.numbers()?])
@@ -123,7 +123,7 @@ impl QuantizedPages {
 }
 
 impl PagedStore {
-    /// Pages, and slots of a page.
+    /// Returns `[pages, slots of a page]`.
     pub fn pages(&self) -> [usize; 2] {
         let [pages, page, _] = match self {
             Self::Plain { keys, .. } => keys.dims(),
@@ -132,7 +132,7 @@ impl PagedStore {
         [pages, page]
     }
 
-    /// Widths of keys and values.
+    /// Returns the widths of keys and values.
     pub fn widths(&self) -> [usize; 2] {
         match self {
             Self::Plain { keys, values } => [keys.dims()[2], values.dims()[2]],
@@ -140,7 +140,7 @@ impl PagedStore {
         }
     }
 
-    /// Quantization of the elements, if they are stored in eight bits.
+    /// Returns the element type if elements have eight bits.
     pub fn quantization(&self) -> Option<Quantization> {
         match self {
             Self::Plain { .. } => None,
@@ -155,7 +155,7 @@ impl PagedStore {
         }
     }
 
-    /// The same with a page for each slot: slot `s` of page `p` is page `p · P + s`.
+    /// Views each slot as a page: slot `s` of page `p` becomes page `p · P + s`.
     #[must_use]
     pub fn by_slots(self) -> Self {
         self.rows().map(Rows::by_slots).into()
@@ -271,7 +271,7 @@ impl From<StoredPages<Dispatch>> for PagedStore {
 }
 
 impl Rows {
-    /// As if each slot were a page.
+    /// Views each slot as a page.
     pub fn by_slots(self) -> Self {
         fn apart<K: Basic>(rows: Tensor<3, K>) -> Tensor<3, K> {
             let [pages, page, width] = rows.dims();
@@ -283,7 +283,7 @@ impl Rows {
         })
     }
 
-    /// Some of the pages.
+    /// Gathers pages.
     pub fn select(self, pages: &Tensor<1, Int>) -> Self {
         self.map(
             |rows| rows.select(0, pages.clone()),
@@ -292,7 +292,7 @@ impl Rows {
         )
     }
 
-    /// What is made of floats, or of words and scales.
+    /// Applies a function to the floats, or one to the words and one to the scales.
     pub fn map(
         self,
         plain: impl FnOnce(Tensor<3>) -> Tensor<3>,
@@ -305,7 +305,7 @@ impl Rows {
         }
     }
 
-    /// The elements `[pages, P, width]`.
+    /// Returns the elements `[pages, P, width]`, dequantized.
     pub fn numbers(self) -> Result<Tensor<3>, OpError> {
         match self {
             Self::Plain(rows) => Ok(rows),
@@ -330,7 +330,7 @@ impl Rows {
     }
 }
 
-/// [`append_rows`](crate::paged::append_rows) into quantised pages: each new key, and each new value, gets its scale and is stored, all of it final.
+/// [`append_rows`](crate::paged::append_rows) into quantized pages. Each new key and each new value gets its own scale, so stored rows never change.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -347,10 +347,10 @@ impl Rows {
 /// ```
 ///
 /// # Shapes
-/// Those of [`append_rows`](crate::paged::append_rows), with `k` and `v` of any one float dtype; they are rounded to f32 first.
+/// Those of [`append_rows`](crate::paged::append_rows); `k` and `v` have any one float dtype and are rounded to f32 first.
 ///
 /// # Errors
-/// As [`append_rows`](crate::paged::append_rows); if `pages` do not fit each other.
+/// Those of [`append_rows`](crate::paged::append_rows); also if the tensors of `pages` do not match.
 pub fn append_quantized(
     pages: QuantizedPages,
     k: Tensor<4>,
@@ -363,10 +363,10 @@ pub fn append_quantized(
     }
 }
 
-/// The elements `[n, 4 w]`, f32, of rows of words `[n, w]`, i32, with scales `[n]`, f32: what [`Quantization::dequantize`] says, bit for bit.
+/// Dequantizes rows of words `[n, w]`, i32, with scales `[n]`, f32, to elements `[n, 4 w]`, f32: [`Quantization::dequantize`] bit for bit.
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+/// [`OpError`] if shapes, dtypes or devices do not match, or no feature of this crate serves the device.
 pub fn dequantize(
     quantization: Quantization,
     words: Tensor<2, Int>,

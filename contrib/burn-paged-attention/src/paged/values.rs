@@ -1,4 +1,4 @@
-//! What crosses the backend trait of attention over pages.
+//! Types that cross the backend trait of paged attention.
 
 use blocksparse::Quantization;
 use burn::backend::ExtensionType;
@@ -17,17 +17,17 @@ op_values! {
         pub table: IntTensor,
         /// `[batch, T, 4]`
         pub spans: IntTensor,
-        /// `[ids, P]`: the position of each slot. It comes with the next two, or none of them does.
+        /// `[ids, P]`: the position of each slot. Present together with `last` and `query_positions`.
         pub positions: OptInt,
         /// `[ids, P]`: the last query that sees each slot.
         pub last: OptInt,
         /// `[batch]`: the position of the first query.
         pub query_positions: OptInt,
-        /// `[batch, kv_heads, n]`: the entries of the table that count.
+        /// `[batch, kv_heads, n]`: indices of the table entries to attend to.
         pub selected: OptInt,
-        /// `[heads]`, in the dtype of sums.
+        /// `[heads]`, in the accumulation dtype.
         pub sinks: OptFloat,
-        /// Zeros, at least `batch · heads · s` of them, which calls leave as they find them.
+        /// `[batch · heads · s]` or longer, zeros; calls leave zeros behind.
         pub counters: OptInt,
     }
 }
@@ -36,18 +36,18 @@ op_values! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PagedCall {
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
     /// Factor of the scores.
     pub scale: f64,
-    /// Bound of the scores.
+    /// Softcap of the scores.
     pub softcap: Option<f64>,
-    /// Pages of a part of a row, if that is not left to the kernels.
+    /// Pages of a split of a row; None: the kernels choose.
     pub fixed_split: Option<usize>,
 }
 
 op_values! {
-    /// Output of attention over pages.
+    /// Output of paged attention.
     pub struct PagedRows {
         /// `[batch, heads, s, d_v]`, in the dtype of q.
         pub out: FloatTensor,
@@ -56,22 +56,22 @@ op_values! {
     }
 }
 
-/// Keys or values as pages store them.
+/// Storage of keys or of values.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub enum StoredRows<B: Backend> {
-    /// As floats, `[pages, P, width]`.
+    /// Floats `[pages, P, width]`.
     Plain(FloatTensor<B>),
-    /// In eight bits a number.
+    /// Eight bits per element.
     Packed(#[extension_type] PackedRows<B>),
 }
 
-/// Keys or values in eight bits a number.
+/// Keys or values with eight bits per element.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct PackedRows<B: Backend> {
-    /// Type of the elements.
+    /// Element type.
     pub quantization: Quantization,
     /// `[pages, P, width / 4]`
     pub words: IntTensor<B>,
@@ -80,23 +80,23 @@ pub struct PackedRows<B: Backend> {
 }
 
 op_values! {
-    /// Keys and values, which are stored alike.
+    /// Keys and values in the same storage format.
     pub struct StoredPages {
-        /// Rows of `d_k` numbers.
+        /// Rows of `d_k` elements.
         pub keys: StoredRows,
-        /// Rows of `d_v` numbers.
+        /// Rows of `d_v` elements.
         pub values: StoredRows,
     }
 
     /// The tensors of [`append_rows`](crate::paged::append_rows) and [`append_quantized`](crate::paged::append_quantized).
     pub struct AppendInputs {
-        /// Where rows are written.
+        /// Pages to write to.
         pub pages: StoredPages,
         /// `[batch, kv_heads, s, d_k]`
         pub k: FloatTensor,
         /// `[batch, kv_heads, s, d_v]`
         pub v: FloatTensor,
-        /// `[batch, T, s]`: where rows go, or a negative number.
+        /// `[batch, T, s]`: destination slots; negative: the row is not stored.
         pub slots: IntTensor,
     }
 
@@ -104,7 +104,7 @@ op_values! {
     pub struct SumsInputs {
         /// `[batch, heads, s, d_k]`
         pub q: FloatTensor,
-        /// `[batch, heads, s]`, in the dtype of sums.
+        /// `[batch, heads, s]`, in the accumulation dtype.
         pub lse: FloatTensor,
         /// Keys and values.
         pub pages: StoredPages,
@@ -112,15 +112,15 @@ op_values! {
         pub table: IntTensor,
         /// `[batch, T, 4]`
         pub spans: IntTensor,
-        /// `[batch, 4]`: of each sequence its seat, its queries, how many rows of its ring count, and the position of the first query.
+        /// `[batch, 4]`: per sequence the seat, the number of queries, the number of valid ring rows, and the position of the first query.
         pub calls: IntTensor,
-        /// `[seats · kv_heads, slots, 1 + ring]`, in the dtype of sums: of the key in each slot of a page list the sum, and the rows of the ring.
+        /// `[seats · kv_heads, slots, 1 + ring]`, in the accumulation dtype: per key slot of a page list, the sum followed by the ring's rows.
         pub sums: FloatTensor,
     }
 }
 
 impl<B: Backend> StoredRows<B> {
-    /// Pages, slots of a page, and the width of a row.
+    /// Returns `[pages, slots of a page, width of a row]`.
     pub fn dims(&self) -> [usize; 3] {
         match self {
             Self::Plain(rows) => rows.shape().dims(),
@@ -131,7 +131,7 @@ impl<B: Backend> StoredRows<B> {
         }
     }
 
-    /// Type of the elements, if they have eight bits.
+    /// Returns the element type if elements have eight bits.
     pub fn quantization(&self) -> Option<Quantization> {
         match self {
             Self::Plain(_) => None,
@@ -141,13 +141,13 @@ impl<B: Backend> StoredRows<B> {
 }
 
 impl<B: Backend> StoredPages<B> {
-    /// Pages, and slots of a page.
+    /// Returns `[pages, slots of a page]`.
     pub fn pages(&self) -> [usize; 2] {
         let [pages, page, _] = self.keys.dims();
         [pages, page]
     }
 
-    /// Widths of keys and values.
+    /// Returns the widths of keys and values.
     pub fn widths(&self) -> [usize; 2] {
         [&self.keys, &self.values].map(|rows| rows.dims()[2])
     }

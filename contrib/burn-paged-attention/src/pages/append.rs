@@ -1,4 +1,4 @@
-//! New tokens: what they need is planned without a change, then done.
+//! Appending of tokens: planned without changing the pool, then done.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,8 +21,8 @@ pub struct Step {
 }
 
 impl Step {
-    /// New tokens whose queries read all keys from the pages, their own included. What no query from the first new one on attends to, nor one that may
-    /// come after a rollback, is evicted before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
+    /// A step whose queries read all keys from the pages, including those of the step itself. Keys that neither the new queries nor those after a
+    /// possible rollback attend to are evicted before the new ones are written, so after an error [`PagePool::truncate`] undoes the whole step.
     pub fn decode(id: SequenceId, tokens: usize) -> Self {
         Self {
             id,
@@ -32,8 +32,8 @@ impl Step {
         }
     }
 
-    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: keys that only
-    /// they attend to are not written, or freed. So the step comes after attention, and tokens can be taken back no further than by the rollback.
+    /// A step whose queries have already been computed, from its own keys and from the pages before the step: keys that only these queries attend to
+    /// are not written, or are freed. So call it after attention; tokens can be rolled back no further than by the rollback.
     pub fn prefill(id: SequenceId, tokens: usize) -> Self {
         Self {
             is_prefill: true,
@@ -41,32 +41,32 @@ impl Step {
         }
     }
 
-    /// The end of the sequence: it may be where the pattern allows no stop.
+    /// Marks the end of the sequence, which needs no boundary of the pattern.
     pub fn last(mut self) -> Self {
         self.is_last = true;
         self
     }
 }
 
-/// What a step does to one sequence.
+/// Effect of a step on one sequence.
 struct Planned {
     id: SequenceId,
     tokens: usize,
-    /// The first query that may come: keys whose last query is before it are evicted.
+    /// The first query that may come: keys whose last query is earlier are evicted.
     floor: usize,
     rows: Vec<PlannedRow>,
 }
 
 struct PlannedRow {
-    /// The last query of each new key.
+    /// Last query of each new key.
     last: Vec<i32>,
-    /// Timed keys that are evicted.
+    /// Number of timed keys that are evicted.
     dropped: usize,
     permanent: usize,
     timed: usize,
 }
 
-/// Free pages and references as they will be.
+/// Simulated reference counts and free pages.
 struct Forecast<'a> {
     pool: &'a PagePool,
     refs: BTreeMap<u32, u32>,
@@ -87,29 +87,29 @@ impl Forecast<'_> {
 }
 
 impl PagePool {
-    /// Reserves slots for the next `tokens` of a sequence, [`Step::decode`], and returns where their keys go.
+    /// Reserves slots for the next `tokens` tokens of a sequence ([`Step::decode`]), and returns where their keys go.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop after them;
+    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern has no boundary after them;
     /// [`CacheError::Argument`] if the sequence would have 2³¹ tokens.
     pub fn append(&mut self, id: SequenceId, tokens: usize) -> Result<Writes, CacheError> {
         self.step(Step::decode(id, tokens))
     }
 
-    /// [`Self::append`] of any [`Step`].
+    /// Like [`Self::append`], for any [`Step`].
     ///
     /// # Errors
-    /// As [`Self::append`].
+    /// Those of [`Self::append`].
     pub fn step(&mut self, step: Step) -> Result<Writes, CacheError> {
         let mut writes = self.steps(&[step])?;
         Ok(writes.pop().expect("one for each step"))
     }
 
-    /// Steps of different sequences, all of which are done or none. The pages that they free are available before the first one takes a page. The copies of all of
-    /// them come before the writes of any.
+    /// Does steps of different sequences, all or none. The pages that they free are available to each of them. The copies of all steps come before
+    /// the writes of any.
     ///
     /// # Errors
-    /// As [`Self::append`]; [`CacheError::Twice`].
+    /// Those of [`Self::append`]; [`CacheError::Twice`].
     pub fn steps(&mut self, steps: &[Step]) -> Result<Vec<Writes>, CacheError> {
         let planned = self.plan(steps)?;
         let (asked, free) = self.forecast(&planned);
@@ -124,7 +124,7 @@ impl PagePool {
             .collect())
     }
 
-    /// Returns whether the next token of a sequence may have a page copied, because it goes into one that another sequence also names.
+    /// Returns whether the next token of a sequence may cause a page copy, because it goes into a page that another sequence shares.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -138,10 +138,10 @@ impl PagePool {
         Ok(pages.any(|page| self.refs[page as usize] > 1))
     }
 
-    /// The pages that steps would take, and those that would be free for them: with fewer free ones they are [`CacheError::OutOfPages`].
+    /// Returns the pages that steps would take and the pages available to them; with fewer available the steps fail with [`CacheError::OutOfPages`].
     ///
     /// # Errors
-    /// As [`Self::steps`] but for the pages.
+    /// Those of [`Self::steps`] except for [`CacheError::OutOfPages`].
     pub fn pages_needed(&self, steps: &[Step]) -> Result<(usize, usize), CacheError> {
         Ok(self.forecast(&self.plan(steps)?))
     }
@@ -224,7 +224,7 @@ impl PagePool {
         }
     }
 
-    /// The pages that are taken, and those that are free by then.
+    /// Returns the pages that are taken, and those that are free by then.
     fn forecast(&self, planned: &[Planned]) -> (usize, usize) {
         let page_size = self.config.page_size;
         let mut forecast = Forecast {
@@ -263,7 +263,7 @@ impl PagePool {
         (asked, free)
     }
 
-    /// Gives back what is dead before the step: the pages that nobody names now.
+    /// Evicts the keys that are dead before the step. Returns the pages that became free.
     fn let_go(&mut self, plan: &Planned) -> Vec<usize> {
         let page_size = self.config.page_size;
         let sequence = self.sequences.get_mut(&plan.id).expect("it was found");
@@ -295,7 +295,7 @@ impl PagePool {
             entries: 0,
         };
         for (at, (row, plan_row)) in sequence.rows.iter_mut().zip(plan.rows).enumerate() {
-            // Table entries that are written: the page that is copied, and new ones.
+            // Changed table entries: the copied page and the new ones.
             let permanent = self.grow(&mut row.permanent, plan_row.permanent, &mut writes.copies);
             let timed = self.grow(&mut row.timed, plan_row.timed, &mut writes.copies);
             let is_placed_anew = row.place();
@@ -326,7 +326,8 @@ impl PagePool {
         writes
     }
 
-    /// Makes room for more keys: copies the page they begin in if others name it, and takes new ones. The first of the region's pages that is another.
+    /// Makes space for `added` more keys: copies the page that they begin in if it is shared, and takes new pages. Returns the index of the region's
+    /// first changed page.
     fn grow(&mut self, region: &mut Region, added: usize, copies: &mut Vec<PageCopy>) -> usize {
         let page_size = self.config.page_size;
         let mut changed = region.pages.len();

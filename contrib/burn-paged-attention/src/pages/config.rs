@@ -1,24 +1,25 @@
-//! What a pool of pages is made from.
+//! Configuration of a pool of pages.
 
 use serde::{Deserialize, Serialize};
 
 use super::CacheError;
 use blocksparse::Pattern;
 
-/// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
+/// Page sizes of pools. Tests also use smaller ones ([`PoolConfig::with_small_pages`]).
 const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
 /// Keys of a sequence that are retained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvRetention {
-    /// All keys, whatever the pattern reaches. Any number of tokens can be rolled back.
+    /// All keys, whatever the pattern. Any number of tokens can be rolled back.
     All,
-    /// Keys that some later query attends to, by the pool's pattern: exact, and fewer the less the pattern reaches back.
+    /// Keys that some later query attends to, by the pool's pattern. The output is exact; the less the pattern reaches back, the fewer keys are
+    /// stored.
     #[default]
     Reachable,
-    /// Of those, the first `sinks` and the ones of the last `window` positions, a query's own included: what [`Pattern::streaming`] sees (Xiao et
-    /// al., 2024). Changes the output where the pattern reaches further.
+    /// Of the reachable keys, the first `sinks` and those of the last `window` positions, the query's own included, as in [`Pattern::streaming`]
+    /// (Xiao et al., 2024). Changes the output if the pattern reaches further.
     Window {
         /// Last positions that a query sees, its own included.
         window: usize,
@@ -44,7 +45,7 @@ impl KvRetention {
     }
 }
 
-/// Tokens of a sequence: positions are numbers of 32 bits on devices, the largest of which means "always".
+/// Most tokens of a sequence. Positions are 32-bit on devices, and the largest means "always".
 pub(super) const MOST_POSITIONS: usize = i32::MAX as usize - 1;
 
 /// Number and size of a pool's pages, and the patterns of the layers that share it.
@@ -66,8 +67,8 @@ pub struct PoolConfig {
 }
 
 impl PoolConfig {
-    /// A pool of so many pages of 32 slots, for one causal head. A slot holds one key and value of one table row: of one KV head, or of all of them
-    /// where they keep the same keys.
+    /// Makes the configuration of a pool of `pages` pages of 32 slots, for one causal head. A slot holds one key and value of one table row: of one
+    /// KV head, or of all of them if they retain the same keys.
     pub fn new(pages: usize) -> Self {
         Self {
             pages,
@@ -83,20 +84,20 @@ impl PoolConfig {
         }
     }
 
-    /// Slots of a page: 16, 32, 64 or 128.
+    /// Sets the slots of a page: 16, 32, 64 or 128.
     pub fn with_page_size(mut self, page_size: usize) -> Self {
         self.page_size = page_size;
         self
     }
 
-    /// Allows pages of 1, 2, 4 and 8 slots, which no kernel reads well.
+    /// Allows pages of 1, 2, 4 and 8 slots, which are slow in every kernel.
     #[doc(hidden)]
     pub fn with_small_pages(mut self) -> Self {
         self.small = true;
         self
     }
 
-    /// Adds a pattern of `heads` query heads, of which `heads / kv_heads` share a KV head.
+    /// Sets the pattern of `heads` query heads, of which `heads / kv_heads` share a KV head.
     pub fn with_pattern(mut self, pattern: Pattern, heads: usize, kv_heads: usize) -> Self {
         self.pattern = pattern;
         self.heads = heads;
@@ -105,18 +106,18 @@ impl PoolConfig {
     }
 
     blocksparse::setters! {
-        /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
-        /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
+        /// Sets the rows of a sequence in the page table: 1, where all KV heads retain the keys that any of them reaches, or one for each KV head.
+        /// Default: 1 if the KV heads reach the same keys, otherwise one for each.
         with_table_rows => table_rows: Some(usize),
-        /// Tokens that can be rolled back, such as the rejected ones of a draft. Default: 0. Keys that they evict are
-        /// stored that long. Sequences that keep all keys can go back to any length.
+        /// Sets the number of tokens that can be rolled back, such as rejected draft tokens. Default: 0. Keys that these tokens evict stay stored
+        /// that long. Sequences that retain all keys can be rolled back to any length.
         with_rollback => rollback: usize,
-        /// Keeps full pages findable by their tokens, for sequences that begin with the same tokens:
+        /// Lets full pages be found by their tokens, for sequences that begin with the same tokens:
         /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
         with_prefix_reuse => reuse: Some(u64),
     }
 
-    /// Makes hashes of known pages equal that should not be.
+    /// Masks the hashes of known pages, so that tests can force collisions.
     #[doc(hidden)]
     pub fn with_hash_mask(mut self, mask: u64) -> Self {
         self.hash_mask = mask;
@@ -146,17 +147,17 @@ impl PoolConfig {
             .map_err(|error| CacheError::argument("pattern", "valid", error))
     }
 
-    /// The pattern that says which keys a sequence may forget.
+    /// Returns the pattern that says which keys a sequence may evict.
     pub fn pattern(&self) -> &Pattern {
         &self.pattern
     }
 
-    /// Slots of a page.
+    /// Returns the slots of a page.
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// Pages of the pool.
+    /// Returns the pages of the pool.
     pub fn pages(&self) -> usize {
         self.pages
     }

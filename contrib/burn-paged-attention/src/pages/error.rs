@@ -5,7 +5,7 @@ use burn_sparse_transformer::TransformerError;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// An argument is outside its range.
+    /// An argument is out of range.
     #[error("{argument} must be {expected}, got {got}")]
     Argument {
         /// The argument's name.
@@ -15,10 +15,10 @@ pub enum CacheError {
         /// The actual value.
         got: String,
     },
-    /// There is no such sequence, or not any more.
+    /// The sequence does not exist, or has left.
     #[error("sequence must be one that joined this pool and has not left it, got {id}")]
     Unknown {
-        /// The sequence asked for.
+        /// The requested sequence.
         id: SequenceId,
     },
     /// A sequence is named twice in one call.
@@ -27,45 +27,45 @@ pub enum CacheError {
         /// The sequence.
         id: SequenceId,
     },
-    /// The pool has too few pages.
+    /// The pool has too few free pages.
     #[error("the call needs {asked} pages, {free} are free")]
     OutOfPages {
-        /// Pages that it needs.
+        /// Pages that the call needs.
         asked: usize,
-        /// Pages that would be free for it, those that it gives back included.
+        /// Pages that would be free for the call, including those that it frees itself.
         free: usize,
     },
-    /// Tokens cannot be taken back so far: keys that would live again are gone.
+    /// Tokens cannot be rolled back so far: keys that would be live again are gone.
     #[error(
         "cannot go back to {asked} tokens: keys are gone, the least is {oldest}; a pool with a longer rollback keeps more"
     )]
     Gone {
-        /// Tokens asked for.
+        /// Requested number of tokens.
         asked: usize,
-        /// The fewest tokens that can be gone back to.
+        /// The fewest tokens that can be rolled back to.
         oldest: usize,
     },
-    /// A sequence cannot stop where it would: queries before see keys after.
+    /// A sequence cannot end here: earlier queries see later keys.
     #[error("{}", boundary(*position, *last, *next))]
     Boundary {
-        /// Where it would stop.
+        /// Position where it would end.
         position: usize,
-        /// The last key that a query before sees; none if there is no last one.
+        /// The last key that an earlier query sees; None if there is no last one.
         last: Option<usize>,
-        /// The next position to stop at.
+        /// The next position where it can end.
         next: Option<usize>,
     },
-    /// What was saved is of another pool.
+    /// The saved sequence is of a different pool.
     #[error("{what} of the saved sequence must be {expected}, got {got}")]
     Mismatch {
-        /// What differs.
+        /// The property that differs.
         what: &'static str,
-        /// What the pool has.
+        /// The pool's value.
         expected: String,
-        /// What was saved.
+        /// The saved value.
         got: String,
     },
-    /// The books contradict themselves, or what was saved does.
+    /// The block tables, or those of a saved sequence, are inconsistent.
     #[error("corrupt pages: {what}")]
     Corrupt {
         /// The first contradiction found.
@@ -94,7 +94,7 @@ impl CacheError {
         }
     }
 
-    /// That of what was saved something is as in the pool.
+    /// Checks that a property of a saved sequence equals the pool's.
     pub(crate) fn expect_same(
         what: &'static str,
         expected: impl ToString,

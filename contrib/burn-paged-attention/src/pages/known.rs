@@ -1,23 +1,23 @@
-//! What is known of pages: the tokens of their keys.
+//! Known contents of pages: the tokens of their keys.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::KvRetention;
 
-/// The pages of as many tokens as a page has slots, one of each table row.
+/// Pages of one page's worth of tokens, one page per table row.
 #[derive(Clone, Debug)]
 pub(super) struct Known {
     pub hash: u64,
-    /// The pages of the tokens before.
+    /// Entry of the preceding tokens.
     pub parent: Option<u64>,
     pub residency: KvRetention,
     pub tokens: Box<[u32]>,
     pub pages: Vec<u32>,
-    /// Pages before it.
+    /// Number of preceding entries.
     pub depth: usize,
     pub children: Vec<u64>,
-    /// When one of its pages was last freed.
+    /// Time at which one of its pages was last freed.
     pub used: u64,
 }
 
@@ -26,21 +26,21 @@ pub(super) struct Known {
 pub(super) struct KnownPages {
     pub known: BTreeMap<u64, Known>,
     pub by_hash: BTreeMap<u64, Vec<u64>>,
-    /// By page what it is of.
+    /// Entry number of each known page.
     pub of_page: BTreeMap<u32, u64>,
-    /// What no sequence names, at least in part: used longest ago first, then longer chains first.
+    /// Entries with unreferenced pages: least recently used first, then longer chains first.
     pub idle: BTreeSet<(u64, Reverse<usize>, u64)>,
     pub next: u64,
     pub clock: u64,
 }
 
 impl KnownPages {
-    /// A point in time: what is evicted at once is used last at once.
+    /// Advances the clock. Entries freed at one time were last used at that time.
     pub fn tick(&mut self) {
         self.clock += 1;
     }
 
-    /// A page is named by nobody now; whether it is retained for its contents.
+    /// Notes that a page has no reference any more. Returns whether it is kept for its contents.
     pub fn keeps(&mut self, page: u32) -> bool {
         let Some(&number) = self.of_page.get(&page) else {
             return false;
@@ -56,17 +56,17 @@ impl KnownPages {
         true
     }
 
-    /// Returns whether a page is known by its contents.
+    /// Returns whether a page's contents are known.
     pub fn names(&self, page: u32) -> bool {
         self.of_page.contains_key(&page)
     }
 
-    /// Returns the content to forget first if a page is needed.
+    /// Returns the entry to forget first if a page is needed.
     pub fn least_useful(&self) -> Option<u64> {
         self.idle.first().map(|&(.., number)| number)
     }
 
-    /// Forgets pages and all that come after them: which ones.
+    /// Forgets an entry and all that follow it. Returns their pages.
     pub fn forget(&mut self, number: u64) -> Vec<u32> {
         let mut pages = Vec::new();
         let mut numbers = vec![number];
@@ -93,7 +93,7 @@ impl KnownPages {
         pages
     }
 
-    /// Knows pages from now on: their number.
+    /// Adds an entry. Returns its number.
     pub fn learn(&mut self, known: Known) -> u64 {
         let number = self.next;
         self.next += 1;
@@ -123,7 +123,7 @@ impl KnownPages {
         same.into_iter().find(is_it)
     }
 
-    /// That what is known by page, by hash and by number is the same.
+    /// Checks that the indices by page, by hash and by number agree.
     pub fn check(&self, refs: &[u32]) -> Result<(), String> {
         let pages: usize = self.known.values().map(|known| known.pages.len()).sum();
         if pages != self.of_page.len() {

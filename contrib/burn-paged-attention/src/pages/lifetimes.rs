@@ -1,4 +1,4 @@
-//! The last queries of keys, by table row.
+//! Last queries of keys, by table row.
 
 use std::collections::BTreeSet;
 
@@ -6,17 +6,17 @@ use super::config::PoolConfig;
 use super::{ALWAYS, KvRetention, NEVER};
 use blocksparse::{LastUse, Pattern};
 
-/// Which queries see a key last, for the heads that share a table row.
+/// Last query of each key, over the heads that share a table row.
 #[derive(Clone, Debug)]
 pub(super) struct Lifetimes {
     pattern: Pattern,
-    /// Of each table row one head of each kind.
+    /// One head of each kind, per table row.
     heads: Vec<Vec<usize>>,
-    /// Query heads of a table row.
+    /// Number of query heads of a table row.
     heads_of_row: usize,
-    /// No key is ever evicted.
+    /// True if no key is ever evicted.
     keeps_all: bool,
-    /// True if a row of the pattern is what is live before it, in all heads, and the heads of a table row are alike.
+    /// True if in all heads a query sees exactly the live keys up to itself, and the heads of a table row are alike.
     row_is_live: bool,
 }
 
@@ -62,7 +62,7 @@ impl Lifetimes {
         self.heads_of_row
     }
 
-    /// Returns whether every head sees all keys up to its query's own.
+    /// Returns whether every head sees all keys up to the query's own.
     pub(super) fn is_causal(&self) -> bool {
         self.keeps_all && self.row_is_live && self.pattern.is_causal()
     }
@@ -71,7 +71,7 @@ impl Lifetimes {
         self.row_is_live
     }
 
-    /// Returns whether each key is evicted when it dies, and not later: none waits for others before it.
+    /// Returns whether each key is evicted as soon as it dies, without waiting for earlier keys.
     pub(super) fn dies_in_order(&self, residency: KvRetention) -> bool {
         match residency {
             KvRetention::Window { .. } => self.keeps_all,
@@ -81,7 +81,7 @@ impl Lifetimes {
         }
     }
 
-    /// The last query of any head of a table row that sees a key, in a sequence of that residency: [`NEVER`], a position, or [`ALWAYS`].
+    /// Returns the last query of any head of a table row that sees a key, in a sequence with this retention: [`NEVER`], a position, or [`ALWAYS`].
     pub(super) fn last(&self, residency: KvRetention, row: usize, position: usize) -> i32 {
         let reached = match self.keeps_all {
             true => ALWAYS,
@@ -101,7 +101,7 @@ impl Lifetimes {
         }
     }
 
-    /// The last query for which a key is kept.
+    /// Returns the last query for which a key is retained.
     pub(super) fn kept_until(residency: KvRetention, last: i32) -> i32 {
         match residency {
             KvRetention::All | KvRetention::Evict => ALWAYS,
@@ -109,7 +109,7 @@ impl Lifetimes {
         }
     }
 
-    /// [`Self::kept_until`] of the [`Self::last`] query, if all keys are kept for ever.
+    /// Returns whether [`Self::kept_until`] of [`Self::last`] is [`ALWAYS`] for all keys.
     pub(super) fn is_everything_kept(&self, residency: KvRetention) -> bool {
         match residency {
             KvRetention::All | KvRetention::Evict => true,
@@ -119,7 +119,7 @@ impl Lifetimes {
     }
 }
 
-/// Positions end before what means "always": a later last query is never there.
+/// Positions end before the number that means "always", so a larger last query is never reached.
 fn number(last: LastUse) -> i32 {
     match last {
         LastUse::Never => NEVER,

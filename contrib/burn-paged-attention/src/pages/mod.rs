@@ -1,16 +1,16 @@
-//! The books of a cache of keys and values in pages: which page and slot each key of each sequence lives in.
+//! Page allocator and block tables of a KV cache: the page and slot of each key of each sequence.
 //!
-//! A [`PagePool`] holds no tensors. It says where the keys of new tokens are written ([`Writes`]), which pages have to be copied before that, and
-//! what the kernels are told ([`Tables`], and what single queries see of them). A *page* is a number of slots, each of which holds one key and value of one *table row*: of
-//! one KV head, or of all KV heads of a layer where these keep the same keys. Sequences join and leave, share pages when one is forked
-//! from another, and forget the keys that no later query attends to, by the [`Pattern`](blocksparse::Pattern) of the pool.
+//! A [`PagePool`] holds no tensors. It decides where the keys of new tokens are written ([`Writes`]), which pages have to be copied before that, and
+//! what kernels read ([`Tables`], and the visibility of slots). A *page* is a number of slots, each of which holds one key and value of one *table
+//! row*: of one KV head, or of all KV heads of a layer if these retain the same keys. Sequences join and leave, share pages after a fork, and free
+//! the keys that no later query attends to, by the [`Pattern`](blocksparse::Pattern) of the pool.
 //!
 //! # Regions
-//! When a key is written its last query is known. A key that always has a later query goes into the *permanent* region of its table row, any
-//! other one into the *timed* region, a list of pages that is filled at one end and freed at the other: for every pattern but random blocks keys die in
-//! the order in which they come, so pages die whole and nothing is moved. (Among random blocks a key waits until those before it are dead.)
-//! Keys that no query attends to are not stored. So the slots of a table row are at most its live keys, the tokens of a call and of the rollback, and a part
-//! of a page at both ends of the timed region and at the end of the permanent one.
+//! The last query of a key is known when the key is written. A key that every later query may attend to goes into the *permanent* region of its
+//! table row, any other into the *timed* region, a list of pages that is filled at one end and freed at the other. With every pattern but random
+//! blocks, keys die in the order in which they come, so pages die whole and no key is moved. (With random blocks a key waits until those before it
+//! are dead.) Keys that no query attends to are not stored. So a table row has no more slots than its live keys, the tokens of a call and of the
+//! rollback, and a part of a page at both ends of the timed region and at the end of the permanent one.
 //!
 //! ```
 //! use blocksparse::Pattern;
@@ -58,8 +58,8 @@ pub use saved::SavedSequence;
 pub use tables::Tables;
 pub use writes::{PageCopy, Slot, SlotKey, TableChange, Writes};
 
-/// The last query of a key that always has a later one.
+/// Last query of a key that every later query may attend to.
 pub const ALWAYS: i32 = i32::MAX;
 
-/// The last query of a key that has none.
+/// Last query of a key that no query attends to.
 pub const NEVER: i32 = -1;

@@ -1,4 +1,4 @@
-//! Pages, who names them, and the sequences that come and go.
+//! Pages with their reference counts, and the sequences of a pool.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,7 +12,7 @@ use super::lifetimes::Lifetimes;
 use super::sequence::Sequence;
 use super::{CacheError, KvRetention};
 
-/// A sequence of a [`PagePool`]. Ids are assigned in order and never again, so pools of which the same is asked give the same ids.
+/// A sequence of a [`PagePool`]. Ids ascend and are never reused, so equal calls on equal pools give equal ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SequenceId(pub(super) u64);
 
@@ -22,29 +22,29 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// A pool of pages, which gives each key of each sequence a page and a slot. See the [module](super).
+/// A pool of pages that assigns a page and a slot to each key of each sequence. See the [module](super).
 ///
 /// Every method that returns an error leaves the pool as it was. Free pages are taken lowest first.
 #[derive(Clone, Debug)]
 pub struct PagePool {
     pub(super) config: PoolConfig,
     pub(super) lifetimes: Lifetimes,
-    /// Table rows that name each page, up to the last one that ever was in use.
+    /// Number of table rows that reference each page, up to the last page that was ever in use.
     pub(super) refs: Vec<u32>,
-    /// Of those, the ones that nobody names and that are not known by their contents.
+    /// Pages of `refs` without references whose contents are not known either.
     pub(super) free: BTreeSet<u32>,
     pub(super) known: KnownPages,
-    /// Pages that nobody names.
+    /// Pages without references.
     pub(super) unused: usize,
     pub(super) sequences: BTreeMap<SequenceId, Sequence>,
     next_id: u64,
 }
 
 impl PagePool {
-    /// A pool whose pages are all free.
+    /// Makes a pool whose pages are all free.
     ///
     /// # Errors
-    /// [`CacheError::Argument`] naming what of the configuration is out of range.
+    /// [`CacheError::Argument`] naming the value out of range.
     pub fn new(config: PoolConfig) -> Result<Self, CacheError> {
         config.validate()?;
         Ok(Self {
@@ -59,47 +59,47 @@ impl PagePool {
         })
     }
 
-    /// The pool's configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &PoolConfig {
         &self.config
     }
 
-    /// Rows of a sequence in the page table: 1 where all KV heads keep the same keys, else one for each KV head.
+    /// Returns the rows of a sequence in the page table: 1 if all KV heads retain the same keys, otherwise one for each KV head.
     pub fn table_rows(&self) -> usize {
         self.lifetimes.rows()
     }
 
-    /// The table row of a query head.
+    /// Returns the table row of a query head.
     pub fn row_of_head(&self, head: usize) -> usize {
         head / self.lifetimes.heads_of_row()
     }
 
-    /// Pages that no sequence names, known contents or not.
+    /// Returns the pages that no sequence references, whether their contents are known or not.
     pub fn free_pages(&self) -> usize {
         self.unused
     }
 
-    /// Table rows that name a page: it is free at 0, and shared from 2 on.
+    /// Returns the table rows that reference a page: 0 if it is free, 2 or more if it is shared.
     pub fn references(&self, page: usize) -> usize {
         self.refs.get(page).map_or(0, |&refs| refs as usize)
     }
 
-    /// The sequences, in the order in which they came.
+    /// Returns the sequences in the order in which they joined.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
         self.sequences.keys().copied()
     }
 
-    /// A new sequence without tokens.
+    /// Adds a sequence without tokens.
     ///
     /// # Errors
-    /// [`CacheError::Argument`] if a window is out of range, or keys are to be evicted of heads that are not just causal.
+    /// [`CacheError::Argument`] if a window is out of range, or the retention is [`KvRetention::Evict`] and the heads are not plainly causal.
     pub fn join(&mut self, residency: KvRetention) -> Result<SequenceId, CacheError> {
         residency.validate()?;
         self.check_evictable(residency)?;
         Ok(self.enter(Sequence::new(residency, self.table_rows())))
     }
 
-    /// Ends a sequence; its pages that no other one names are free.
+    /// Removes a sequence and frees its pages that no other one references.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -113,7 +113,7 @@ impl PagePool {
         Ok(())
     }
 
-    /// A new sequence with the tokens of another one, whose pages it shares: a page is copied when either writes to it.
+    /// Adds a sequence with the tokens of another one. They share pages; a page is copied before either writes to it.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -125,7 +125,7 @@ impl PagePool {
         Ok(self.enter(copy))
     }
 
-    /// Tokens of a sequence: the position of its next one.
+    /// Returns the number of tokens of a sequence, which is the position of its next one.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -133,7 +133,7 @@ impl PagePool {
         Ok(self.sequence(id)?.next)
     }
 
-    /// The fewest tokens that a sequence can be [`truncate`](Self::truncate)d to.
+    /// Returns the fewest tokens that a sequence can be [`truncate`](Self::truncate)d to.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -144,8 +144,8 @@ impl PagePool {
     /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if it has fewer tokens; [`CacheError::Gone`] if keys that would live again are gone;
-    /// [`CacheError::Boundary`] if a sequence cannot stop there.
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the sequence has fewer tokens; [`CacheError::Gone`] if keys that would be live again are
+    /// gone; [`CacheError::Boundary`] if the pattern has no boundary there.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), CacheError> {
         let sequence = self.sequence(id)?;
         blocksparse::ensure! { CacheError; len <= sequence.next => "len", format!("at most the {} tokens of {id}", sequence.next), len; }
@@ -178,10 +178,10 @@ impl PagePool {
         Ok(())
     }
 
-    /// Takes a sequence's last `tokens` back: [`truncate`](Self::truncate) by how many go.
+    /// Rolls a sequence back by `tokens` tokens.
     ///
     /// # Errors
-    /// As [`truncate`](Self::truncate).
+    /// Those of [`truncate`](Self::truncate).
     pub fn rollback(&mut self, id: SequenceId, tokens: usize) -> Result<(), CacheError> {
         let next = self.sequence(id)?.next;
         let len = next.checked_sub(tokens).ok_or_else(|| {
@@ -191,7 +191,7 @@ impl PagePool {
         self.truncate(id, len)
     }
 
-    /// That keys of the pool can be evicted, if they are to be.
+    /// Checks that the pattern allows eviction, if the retention asks for it.
     pub(super) fn check_evictable(&self, residency: KvRetention) -> Result<(), CacheError> {
         blocksparse::ensure! {
             CacheError;
@@ -212,7 +212,7 @@ impl PagePool {
         id
     }
 
-    /// That no query before a position sees a key from there on.
+    /// Checks that no query before a position sees a key at or after it.
     pub(crate) fn check_boundary(&self, position: usize) -> Result<(), CacheError> {
         let last = match self
             .config
@@ -233,7 +233,7 @@ impl PagePool {
         })
     }
 
-    /// One table row less names a page; whether none does now, and its contents are not kept either.
+    /// Removes one reference to a page. Returns whether the page is free now: without references, and not kept for its known contents.
     pub(super) fn release(&mut self, page: u32) -> bool {
         let refs = &mut self.refs[page as usize];
         *refs -= 1;
@@ -244,7 +244,8 @@ impl PagePool {
         !self.known.keeps(page) && self.free.insert(page)
     }
 
-    /// The lowest free page, now named once; contents that are needed least are forgotten for it. That there is one was checked before.
+    /// Takes the lowest free page, with one reference. If there is none, forgets the least useful known contents. The caller has checked that a page
+    /// is available.
     pub(super) fn take(&mut self) -> u32 {
         let is_fresh_left = self.refs.len() < self.config.pages;
         while self.free.is_empty() && !is_fresh_left && self.forget_least_useful() {}
@@ -258,7 +259,7 @@ impl PagePool {
         page
     }
 
-    /// Keys that a sequence stores, over all its table rows.
+    /// Returns the number of stored keys of a sequence, over all its table rows.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -269,7 +270,7 @@ impl PagePool {
             .sum())
     }
 
-    /// Returns the pages and keys of a sequence. Looks at each of its timed keys, and where all keys are retained at each key.
+    /// Returns the pages and keys of a sequence. Visits each timed key, and each permanent one too if all keys are retained.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -287,7 +288,7 @@ impl PagePool {
                 region.positions().filter(is_live)
             });
             let live_for_ever = match sequence.residency {
-                // Where all keys are kept, not all of them are live.
+                // Not all keys that are retained are live.
                 KvRetention::All => permanent.count(),
                 KvRetention::Reachable | KvRetention::Window { .. } | KvRetention::Evict => {
                     row.permanent.slots()
@@ -304,24 +305,24 @@ impl PagePool {
 /// Pages and keys of a sequence, over all its table rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Keys that some query from the next one on attends to.
+    /// Keys that the next query or a later one attends to.
     pub live: usize,
     /// Keys that are stored.
     pub stored: usize,
-    /// Pages that its table names, shared ones included.
+    /// Pages that its table references, shared ones included.
     pub pages: usize,
     /// Slots of those pages.
     pub slots: usize,
 }
 
 impl Usage {
-    /// Bytes of the slots in the layers that share the pool's books: each slot takes `of_slot` bytes, its keys and values of all those layers, and of all
-    /// KV heads if they share a table row.
+    /// Returns the bytes of the slots in all layers that share the pool's block tables. `of_slot` is the bytes of a slot: its keys and values in all
+    /// those layers, and of all KV heads if these share a table row.
     pub fn bytes(&self, of_slot: usize) -> usize {
         self.slots * of_slot
     }
 
-    /// Bytes of the live keys and values alone.
+    /// Returns the bytes of the live keys and values.
     pub fn live_bytes(&self, of_slot: usize) -> usize {
         self.live * of_slot
     }

@@ -1,4 +1,4 @@
-//! Pages whose contents are known by their tokens, for sequences that begin alike.
+//! Known contents of pages, for sequences that begin with the same tokens.
 
 use std::cmp::Reverse;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,9 +11,9 @@ use super::sequence::{Row, Sequence};
 use super::{ALWAYS, CacheError, KvRetention};
 
 impl PagePool {
-    /// Tells what the tokens of a sequence are, from its first one on: its full pages are known from now on, and found by
-    /// [`join_with_prefix`](Self::join_with_prefix), also after it has left, until the pages are needed. To be called when their keys are written. Of pages that
-    /// are known already only the tokens that follow are looked at. Pages that have let keys go, or whose keys have different lifetimes, do not become known.
+    /// Registers the tokens of a sequence, from its first one on, so that [`join_with_prefix`](Self::join_with_prefix) finds its full pages, even
+    /// after it has left, until the pages are needed. Call it when their keys are written. Of pages that are known already only the following tokens
+    /// are examined. Pages with evicted keys, or with keys of different lifetimes, are not registered.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the pool was made without
@@ -34,7 +34,7 @@ impl PagePool {
         let whole = whole.min().unwrap_or(0);
         let sequence = self.sequences.get_mut(&id).expect("it was found");
         let mut chain = std::mem::take(&mut sequence.chain);
-        // Forgotten pages that the sequence still has can be known again.
+        // Forgotten pages that the sequence still has can be registered again.
         while chain
             .last()
             .is_some_and(|last| !self.known.known.contains_key(last))
@@ -51,7 +51,7 @@ impl PagePool {
             }
             let rows = self.sequences[&id].rows.iter();
             let pages: Vec<u32> = rows.map(|row| whole_region(row).pages[depth]).collect();
-            // A page is known once: by what it was first written for.
+            // A page is registered only once, for its first contents.
             if pages.iter().any(|&page| self.known.names(page)) {
                 break;
             }
@@ -70,7 +70,8 @@ impl PagePool {
         Ok(())
     }
 
-    /// Tokens of a prompt whose keys are known: whole pages, less than the prompt so that its last token is computed, and up to where a sequence may stop.
+    /// Returns the number of a prompt's tokens whose keys are known: in whole pages, fewer than the prompt so that its last token is computed, and
+    /// at a boundary of the pattern.
     ///
     /// # Errors
     /// [`CacheError::Argument`] if the pool was made without prefix reuse.
@@ -82,12 +83,12 @@ impl PagePool {
         Ok(self.chain(residency, tokens, usize::MAX)?.len() * self.config.page_size)
     }
 
-    /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens,
-    /// and how many those are. It shares their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
-    /// prompt after the token after the least of these, and ask again until they agree.
+    /// Adds a sequence with the beginning of a prompt, of the length of [`known_prefix`](Self::known_prefix) but at most `at_most` tokens, and
+    /// returns that length. It shares the pages. If several pools serve the layers of a model, all must join with the same length: ask each for its
+    /// known prefix, truncate the prompt to one token more than the least of these, and ask again until they agree.
     ///
     /// # Errors
-    /// As [`Self::join`] and [`Self::known_prefix`].
+    /// Those of [`Self::join`] and [`Self::known_prefix`].
     pub fn join_with_prefix(
         &mut self,
         residency: KvRetention,
@@ -133,7 +134,7 @@ impl PagePool {
         Ok((self.enter(sequence), count))
     }
 
-    /// The known pages that a prompt begins with.
+    /// Returns the known pages that a prompt begins with.
     fn chain(
         &self,
         residency: KvRetention,
@@ -142,7 +143,7 @@ impl PagePool {
     ) -> Result<Vec<u64>, CacheError> {
         let fingerprint = self.fingerprint()?;
         let page_size = self.config.page_size;
-        // One row has to be computed.
+        // The last token has to be computed.
         let usable = tokens.len().saturating_sub(1).min(at_most);
         let mut chain = Vec::new();
         for tokens in tokens[..usable].chunks_exact(page_size) {
@@ -159,14 +160,14 @@ impl PagePool {
         Ok(chain)
     }
 
-    /// The contents of a page change.
+    /// Forgets the contents of a page that changes.
     pub(super) fn forget_page(&mut self, page: u32) {
         if let Some(&number) = self.known.of_page.get(&page) {
             self.forget(number);
         }
     }
 
-    /// Forgets the contents that are needed least, so that there are free pages; whether there were any.
+    /// Forgets the least useful contents, to free pages. Returns whether there were any.
     pub(super) fn forget_least_useful(&mut self) -> bool {
         let number = self.known.least_useful();
         number.inspect(|&number| self.forget(number)).is_some()
@@ -180,7 +181,7 @@ impl PagePool {
         }
     }
 
-    /// Pages that no sequence names and whose contents are known.
+    /// Returns the unreferenced pages whose contents are known.
     pub fn idle_pages(&self) -> usize {
         let known = self
             .known
@@ -201,7 +202,7 @@ impl PagePool {
         })
     }
 
-    /// What pages are found by; tokens and what came before are compared, so different ones may have the same.
+    /// Hashes the key of an entry. Lookups compare tokens and parent, so collisions are harmless.
     fn hash(
         &self,
         fingerprint: u64,
@@ -216,7 +217,7 @@ impl PagePool {
     }
 }
 
-/// The region of a row that has its first keys.
+/// Returns the region that has the row's first keys.
 fn whole_region(row: &Row) -> &Region {
     let [permanent, timed] = row.regions();
     match permanent.whole_from_start() >= timed.whole_from_start() {

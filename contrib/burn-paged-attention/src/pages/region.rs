@@ -3,16 +3,16 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
-/// its last slot is freed, and all of them when no key is left, so that a page never waits for a key that is not there.
+/// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages are freed whole: the first one when its last
+/// slot is freed, and all of them when no key is left, so that no page waits for a key that does not exist.
 ///
-/// Beside its pages it holds the positions of its keys as runs of adjacent ones.
+/// It also holds the positions of its keys as runs of adjacent ones.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Region {
     pub pages: VecDeque<u32>,
-    /// The slot of the first page that the oldest key is in.
+    /// Slot of the oldest key in the first page.
     pub start: usize,
-    /// Keys that were evicted, and those and the ones in use: the numbers of the oldest key and of the one after the youngest.
+    /// Serial numbers of the oldest key and of the one after the youngest. `first` counts the evicted keys.
     first: usize,
     end: usize,
     stretches: VecDeque<Stretch>,
@@ -22,11 +22,11 @@ pub(super) struct Region {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Stretch {
     position: usize,
-    /// The number of the first of them.
+    /// Serial number of its first key.
     number: usize,
 }
 
-/// How far the pages of a region are filled.
+/// Fill state of a region's pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Filling {
     filled: usize,
@@ -35,12 +35,12 @@ pub(super) struct Filling {
 }
 
 impl Filling {
-    /// Pages that so many more keys take.
+    /// Returns the new pages that `more` keys take.
     pub fn pages_for(&self, more: usize, page_size: usize) -> usize {
         (self.filled + more).div_ceil(page_size) - self.pages
     }
 
-    /// The page in use that so many more keys are written to.
+    /// Returns the page in use that `more` keys are written to, if any.
     pub fn written_page(&self, more: usize, page_size: usize) -> Option<u32> {
         let is_open = !self.filled.is_multiple_of(page_size);
         self.last.filter(|_| more > 0 && is_open)
@@ -48,12 +48,12 @@ impl Filling {
 }
 
 impl Region {
-    /// Keys in use.
+    /// Returns the number of keys in use.
     pub fn slots(&self) -> usize {
         self.end - self.first
     }
 
-    /// The slots in use of a region that has let no key go, as `page · page_size + slot`.
+    /// Returns the slots in use of a region from which no key was evicted, as `page · page_size + slot`.
     pub fn slot_numbers(&self, page_size: usize) -> impl Iterator<Item = i32> + '_ {
         let slots = self.pages.iter().flat_map(move |&page| {
             let first = page as usize * page_size;
@@ -62,12 +62,12 @@ impl Region {
         slots.take(self.slots()).map(|slot| slot as i32)
     }
 
-    /// Slots up to the youngest key, freed ones of the first page included.
+    /// Returns the slots up to the youngest key, including freed ones of the first page.
     pub fn filled(&self) -> usize {
         self.start + self.slots()
     }
 
-    /// Returns how far the pages are filled once the `count` oldest keys are evicted.
+    /// Returns the fill state once the `count` oldest keys are evicted.
     pub fn filling(&self, count: usize, page_size: usize) -> Filling {
         match count == self.slots() {
             true => Filling::default(),
@@ -79,7 +79,7 @@ impl Region {
         }
     }
 
-    /// The pages that are freed if the `count` oldest keys are evicted.
+    /// Returns the number of pages that are freed if the `count` oldest keys are evicted.
     pub fn pages_of_oldest(&self, count: usize, page_size: usize) -> usize {
         match count == self.slots() {
             true => self.pages.len(),
@@ -87,7 +87,8 @@ impl Region {
         }
     }
 
-    /// Keys of the positions from 0 on that are in the region without a gap, none of which was evicted: those of position `p` are in slot `p`.
+    /// Returns the number of positions from 0 on whose keys are in the region without a gap, if none was evicted: the key of position `p` is then in
+    /// slot `p`.
     pub fn whole_from_start(&self) -> usize {
         let first = self.runs().next().filter(|run| run.start == 0);
         match self.first {
@@ -96,17 +97,17 @@ impl Region {
         }
     }
 
-    /// Positions of the keys, oldest first.
+    /// Returns the positions of the keys, oldest first.
     pub fn positions(&self) -> impl Iterator<Item = usize> + '_ {
         self.runs().flatten()
     }
 
-    /// The same as contiguous ranges.
+    /// Returns the positions as contiguous ranges.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         (0..self.stretches.len()).map(|at| self.run(at).0)
     }
 
-    /// The positions of a stretch, and the slot of the first one.
+    /// Returns the positions of a stretch, and the slot of its first key.
     fn run(&self, at: usize) -> (Range<usize>, usize) {
         let Stretch { position, number } = self.stretches[at];
         let end = (self.stretches.get(at + 1)).map_or(self.end, |next| next.number);
@@ -115,7 +116,7 @@ impl Region {
         (positions, self.start + from - self.first)
     }
 
-    /// Adds a key after all others, in a slot of a page that is there: page and slot.
+    /// Adds a key after all others, in a slot of an existing page. Returns page and slot.
     pub fn push(&mut self, position: usize, page_size: usize) -> (u32, usize) {
         let at = self.filled();
         let is_next = self
@@ -132,7 +133,7 @@ impl Region {
         (self.pages[at / page_size], at % page_size)
     }
 
-    /// Lets the oldest keys go: the pages that are not needed any more.
+    /// Evicts the `count` oldest keys. Returns the freed pages.
     pub fn drop_oldest(&mut self, count: usize, page_size: usize) -> Vec<u32> {
         let pages = self.pages_of_oldest(count, page_size);
         self.first += count;
@@ -152,7 +153,7 @@ impl Region {
         self.pages.drain(..pages).collect()
     }
 
-    /// Lets the keys from a position on go: the pages that are not needed any more.
+    /// Evicts the keys from a position on. Returns the freed pages.
     pub fn drop_from(&mut self, position: usize, page_size: usize) -> Vec<u32> {
         while let Some(last) = self.stretches.back() {
             if last.position < position {
@@ -171,7 +172,7 @@ impl Region {
         self.pages.drain(needed..).collect()
     }
 
-    /// The slots of the keys at positions, in order, as slots of these pages.
+    /// Returns the slots of the keys at some positions, in order, counted through the region's pages.
     pub fn slots_of(&self, keys: Range<usize>) -> impl Iterator<Item = usize> + '_ {
         let after = |at: &Stretch| at.position <= keys.start;
         let first = self.stretches.partition_point(after).saturating_sub(1);
@@ -183,7 +184,7 @@ impl Region {
         })
     }
 
-    /// That pages, slots and positions fit each other.
+    /// Checks that pages, slots and positions agree.
     pub fn check(&self, page_size: usize) -> Result<(), String> {
         if self.first > self.end || self.start >= page_size {
             return Err(format!(

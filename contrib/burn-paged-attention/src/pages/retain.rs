@@ -1,4 +1,4 @@
-//! Keys that are chosen, whatever the pattern says: the others are evicted.
+//! Retention of selected keys, whatever the pattern says, and eviction of the others.
 
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;
@@ -9,25 +9,25 @@ use super::{CacheError, KvRetention};
 pub struct Retained {
     /// For each table row, in order: `page · page_size + slot`.
     pub slots: Vec<Vec<i32>>,
-    /// Pages that nobody names any more.
+    /// Pages that became free.
     pub freed: Vec<usize>,
 }
 
 impl PagePool {
-    /// Keeps so many keys of each table row of a sequence, and lets the others go: the caller chooses which, reads them from the slots where they are
-    /// ([`slot_keys`](Self::slot_keys), before this), and writes them in order to the slots that this says. These are those at the front of the row's pages,
-    /// and of fresh pages where others name the old ones.
+    /// Retains `counts` keys in each table row of a sequence and evicts the others. The caller selects them, reads them from their slots
+    /// ([`slot_keys`](Self::slot_keys), before this call), and writes them in order to the slots that this call returns. Those are at the front of
+    /// the row's pages, and in fresh pages in place of shared ones.
     ///
-    /// From then on the keys count as those of the last positions: a row with `n` of them has the positions from `len − n` on, whichever they were. So all that
-    /// depends on the order of positions alone goes on working, and nothing that depends on distances: patterns other than causal ones are refused when a sequence
-    /// joins with [`KvRetention::Evict`]. The sequence cannot be [`truncate`](Self::truncate)d to less than it has now, or by more than the pool's rollback;
-    /// the keys of the last tokens that may be taken back must be among those that are kept.
+    /// From then on the keys count as those of the last positions: a row with `n` of them has the positions from `len − n` on, whatever they were.
+    /// So anything that depends only on the order of positions still works, and nothing that depends on distances: [`KvRetention::Evict`] refuses
+    /// patterns other than causal ones when a sequence joins. The sequence cannot be [`truncate`](Self::truncate)d to less than it has now, or by
+    /// more than the pool's rollback; the keys of the last tokens that can be rolled back must be among the retained ones.
     ///
-    /// The page table has to be made anew ([`tables`](Self::tables)).
+    /// Rebuild the page table ([`tables`](Self::tables)) afterwards.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Argument`] if the sequence's residency is another, there are not as many counts as
-    /// table rows, or one of them is above the keys that the row has or below those that can be taken back.
+    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Argument`] if the sequence's retention is another, the number of counts is
+    /// not that of the table rows, or a count is above the row's number of keys or below the number that can be rolled back.
     pub fn retain(&mut self, id: SequenceId, counts: &[usize]) -> Result<Retained, CacheError> {
         let page_size = self.config.page_size;
         let sequence = self.sequence(id)?;
@@ -39,7 +39,7 @@ impl PagePool {
         }
         let next = sequence.next;
         let oldest = (next.saturating_sub(self.config.rollback)).max(sequence.oldest);
-        // What is evicted, and shared pages that are written elsewhere.
+        // Count the released pages, and the shared pages that need a new copy.
         let (mut released, mut asked) = (0, 0);
         for (row, &count) in sequence.rows.iter().zip(counts) {
             let stored = row.permanent.slots();
@@ -65,7 +65,7 @@ impl PagePool {
         self.known.tick();
         let mut sequence = self.sequences.remove(&id).expect("it was found");
         let mut retained = Retained::default();
-        // What any row lets go is there for all of them.
+        // Release first: pages that one row frees are available to all rows.
         for (row, &count) in sequence.rows.iter().zip(counts) {
             if count < row.permanent.slots() {
                 let dropped = row.permanent.pages.iter().skip(count.div_ceil(page_size));

@@ -1,4 +1,4 @@
-//! A sequence on its way to a file or another pool.
+//! Saving and loading of a sequence, to a file or another pool.
 
 use std::ops::Range;
 
@@ -12,12 +12,12 @@ use super::{CacheError, KvRetention};
 
 const VERSION: u32 = 1;
 
-/// A sequence of the block tables, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
-/// the one of [`PagePool::slot_keys`].
+/// A sequence of the block tables without its pages: the positions of its stored keys, in order. Keys and values are saved separately, in the same
+/// order, which is that of [`PagePool::slot_keys`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSequence {
     version: u32,
-    /// The pattern's text.
+    /// Text of the pattern.
     pattern: String,
     heads: usize,
     kv_heads: usize,
@@ -27,7 +27,7 @@ pub struct SavedSequence {
     rows: Vec<SavedRow>,
 }
 
-/// Positions of a table row's keys as first position and length of a run.
+/// Positions of a table row's keys, as runs of first position and length.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct SavedRow {
     permanent: Vec<(usize, usize)>,
@@ -35,14 +35,14 @@ struct SavedRow {
 }
 
 impl SavedSequence {
-    /// Tokens of the sequence.
+    /// Returns the tokens of the sequence.
     pub fn tokens(&self) -> usize {
         self.next
     }
 }
 
 impl PagePool {
-    /// Returns a sequence's block table as a value.
+    /// Saves a sequence's block table.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -65,11 +65,11 @@ impl PagePool {
         })
     }
 
-    /// Keys that each table row of a saved sequence stores, if the sequence can be one of this pool: its books are of the same layers, and its runs of keys ascend
-    /// and are of tokens that there are. Whether they are those of the pattern [`Self::load`] says.
+    /// Returns the number of keys that each table row of a saved sequence stores. Checks that the sequence fits this pool: the same layers, and runs
+    /// of keys that ascend and belong to its tokens. Only [`Self::load`] checks them against the pattern.
     ///
     /// # Errors
-    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::Corrupt`].
+    /// [`CacheError::Mismatch`] if the pattern, heads or table rows differ from the pool's; [`CacheError::Corrupt`].
     pub fn saved_keys(&self, saved: &SavedSequence) -> Result<Vec<usize>, CacheError> {
         CacheError::expect_same("version", VERSION, saved.version)?;
         CacheError::expect_same("pattern", &self.config.pattern, &saved.pattern)?;
@@ -91,13 +91,13 @@ impl PagePool {
         keys.collect()
     }
 
-    /// A sequence as it was saved, in pages of this pool, which may have another size; and for each table row the slots,
-    /// as `page · page_size + slot`, that its keys and values are written to, in the order in which they were saved.
+    /// Adds a saved sequence, in pages of this pool, whose size may differ. Also returns, for each table row, the slots to write its keys and values
+    /// to, as `page · page_size + slot`, in the order in which they were saved.
     ///
-    /// Nothing that was read is trusted: which keys there are is compared with what the pattern says, in as many steps as the sequence has tokens.
+    /// Input is not trusted: the keys are compared with the pattern, in as many steps as the sequence has tokens.
     ///
     /// # Errors
-    /// [`CacheError::Mismatch`] if the pool's pattern, heads or table rows are others; [`CacheError::OutOfPages`]; [`CacheError::Corrupt`].
+    /// [`CacheError::Mismatch`] if the pattern, heads or table rows differ from the pool's; [`CacheError::OutOfPages`]; [`CacheError::Corrupt`].
     pub fn load(
         &mut self,
         saved: &SavedSequence,
@@ -114,7 +114,7 @@ impl PagePool {
         if asked > free {
             return Err(CacheError::OutOfPages { asked, free });
         }
-        // The pages come when everything else is right: until then these are none that there are.
+        // Pages are taken once everything else is valid. Until then the entries are invalid.
         let region = |runs: &[(usize, usize)]| -> Region {
             let keys = runs.iter().map(|&(_, keys)| keys).sum::<usize>();
             let mut region = Region::default();
@@ -155,7 +155,7 @@ impl PagePool {
     }
 }
 
-/// Keys of ranges of positions that ascend and are of tokens that there are.
+/// Counts the keys of ranges of positions. Checks that they ascend and are below `tokens`.
 fn count(runs: &[(usize, usize)], tokens: usize) -> Result<usize, CacheError> {
     let mut previous = 0;
     let mut count = 0;

@@ -1,20 +1,20 @@
-//! One sequence's part of the books.
+//! State of one sequence.
 
 use std::collections::BTreeSet;
 
 use super::KvRetention;
 use super::region::Region;
 
-/// What a sequence keeps of its tokens.
+/// Stored keys of a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Sequence {
     pub residency: KvRetention,
-    /// Tokens so far: the position of the next one.
+    /// Number of tokens so far: the position of the next one.
     pub next: usize,
-    /// The fewest tokens that can be gone back to: every key whose last query is there or later is stored.
+    /// The fewest tokens that can be rolled back to: every key whose last query is there or later is stored.
     pub oldest: usize,
     pub rows: Vec<Row>,
-    /// Names of its first full pages.
+    /// Entry numbers of its first full pages among the known ones.
     pub chain: Vec<u64>,
 }
 
@@ -29,7 +29,7 @@ impl Sequence {
         }
     }
 
-    /// Every page that a table row names, with repetitions if the books are wrong.
+    /// Returns the pages of all table rows, with repetitions if the tables are corrupt.
     pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
         self.rows.iter().flat_map(Row::pages)
     }
@@ -42,8 +42,8 @@ pub(super) struct Row {
     pub permanent: Region,
     /// Keys with a last query.
     pub timed: Region,
-    /// The entry of the page table at which the timed region begins. It moves on with the region's first page, so that no other entry changes;
-    /// where the permanent region or the end of the table comes too near, all timed entries are written anew further on or back.
+    /// Entry of the page table at which the timed region begins. It advances with the region's first page, so that no other entry changes. If the
+    /// permanent region or the end of the table comes too close, all timed entries are rewritten at another place.
     pub timed_entry: usize,
 }
 
@@ -60,7 +60,8 @@ impl Row {
         [&self.permanent, &self.timed]
     }
 
-    /// Entries between the permanent region and a timed one that is placed anew: as many more permanent pages come before it is moved again.
+    /// Returns the entries between the permanent region and a newly placed timed one: the number of permanent pages that fit before the timed region
+    /// moves again.
     fn gap(&self) -> usize {
         match self.permanent.pages.is_empty() {
             true => 0,
@@ -68,14 +69,14 @@ impl Row {
         }
     }
 
-    /// Entries of the page table that the row may use: a power of two. The timed region moves on within it for at least as many pages as it has, so that
-    /// writing its entries anew costs a constant for each page.
+    /// Returns the entries of the page table that the row may use: a power of two. Within it the timed region can advance by at least as many pages
+    /// as it has, so that rewriting its entries costs amortized constant time per page.
     pub fn entries(&self) -> usize {
         let timed = self.timed.pages.len();
         (self.permanent.pages.len() + self.gap() + 2 * timed).next_power_of_two()
     }
 
-    /// Places the timed entries where they fit, after pages came or went; whether all of them are placed anew.
+    /// Places the timed entries where they fit, after pages were added or removed. Returns whether all of them moved.
     pub fn place(&mut self) -> bool {
         let permanent = self.permanent.pages.len();
         let timed = self.timed.pages.len();
@@ -89,13 +90,13 @@ impl Row {
         false
     }
 
-    /// Entries that a table must have for the row as it is.
+    /// Returns the width that a table must have for the row.
     pub fn width(&self) -> usize {
         self.entries()
             .max(self.timed_entry + self.timed.pages.len())
     }
 
-    /// The page table's entries in use and their pages, those of the two regions from some of their pages on.
+    /// Returns the used entries of the page table with their pages, from page `permanent` and page `timed` of the two regions on.
     pub fn table_from(
         &self,
         permanent: usize,
@@ -117,7 +118,7 @@ impl Row {
         ]
     }
 
-    /// Pages named twice by this row.
+    /// Returns a page that this row references twice, if any.
     pub fn has_twice(&self) -> Option<u32> {
         let mut seen = BTreeSet::new();
         self.pages().find(|&page| !seen.insert(page))

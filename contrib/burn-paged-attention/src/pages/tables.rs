@@ -1,31 +1,31 @@
-//! What kernels are told of a batch of sequences.
+//! Tables that kernels read for a batch of sequences.
 
 use super::pool::{PagePool, SequenceId};
 use super::writes::{Slot, SlotKey};
 use super::{CacheError, KvRetention};
 
-/// The page table of a batch and which of its slots are in use, as kernels read them.
+/// Page table of a batch and its slots in use, as kernels read them.
 ///
-/// A row of the table is one table row of a sequence, rows of a sequence follow each other. The permanent region is slots `0..permanent_slots` of the pages
-/// `table[0..]`. The timed region is slots `timed_start..timed_start + timed_slots` of the pages `table[timed_first_entry..]`.
+/// Each row belongs to one table row of a sequence; the rows of a sequence are adjacent. The permanent region is slots `0..permanent_slots` of the
+/// pages `table[0..]`. The timed region is slots `timed_start..timed_start + timed_slots` of the pages `table[timed_first_entry..]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tables {
-    /// Sequences times table rows.
+    /// Number of sequences times table rows.
     pub rows: usize,
-    /// Entries of a row.
+    /// Number of entries of a row.
     pub max_pages: usize,
-    /// `[rows, max_pages]`: pages, −1 where an entry is not in use.
+    /// `[rows, max_pages]`: pages; −1 for unused entries.
     pub table: Vec<i32>,
     /// `[rows, 4]`: `permanent_slots, timed_first_entry, timed_start, timed_slots`.
     pub spans: Vec<i32>,
-    /// `[sequences]`: the position of the next token.
+    /// `[sequences]`: position of the next token.
     pub next: Vec<i32>,
-    /// The most slots that a row has in use.
+    /// Largest number of used slots of a row.
     pub most_slots: usize,
 }
 
 impl PagePool {
-    /// The page table of a batch, as wide as its sequences ask for: a power of two.
+    /// Returns the page table of a batch. Its width is the least power of two that fits the sequences.
     ///
     /// # Errors
     /// [`CacheError::Unknown`], [`CacheError::Twice`]
@@ -52,11 +52,11 @@ impl PagePool {
         })
     }
 
-    /// The spans of a batch alone, 16 bytes a row: what changes in every step, while of the table a few entries do
+    /// Returns the spans of a batch alone, 16 bytes a row. They change in every step, whereas few table entries do
     /// ([`Writes::changes`](super::Writes)).
     ///
     /// # Errors
-    /// As [`Self::tables`].
+    /// Those of [`Self::tables`].
     pub fn spans(&self, batch: &[SequenceId]) -> Result<Vec<i32>, CacheError> {
         self.check_batch(batch)?;
         let rows = batch.iter().flat_map(|id| &self.sequences[id].rows);
@@ -65,11 +65,12 @@ impl PagePool {
             .collect())
     }
 
-    /// Pages at the beginning of the permanent regions of a batch that all of its sequences share, filled to the end, in each table row: what forks of one
-    /// sequence have in common. Every later query sees their keys: where keys are kept that it does not ([`KvRetention::All`]), no page counts.
+    /// Returns the number of full pages that all sequences of a batch share at the beginning of their permanent regions, in each table row: the
+    /// common part of forks. Every later query sees their keys. With [`KvRetention::All`], which also retains keys that later queries do not see,
+    /// the number is 0.
     ///
     /// # Errors
-    /// As [`Self::tables`].
+    /// Those of [`Self::tables`].
     pub fn shared_pages(&self, batch: &[SequenceId]) -> Result<usize, CacheError> {
         self.check_batch(batch)?;
         let full = |at: usize, id: &SequenceId| {
@@ -95,10 +96,10 @@ impl PagePool {
         Ok((0..self.table_rows()).map(of_row).min().unwrap_or(0))
     }
 
-    /// The keys that a table row of a sequence stores, in the order of its slots: first the permanent ones, then the timed ones.
+    /// Returns the keys that a table row of a sequence stores, in the order of its slots: permanent ones, then timed ones.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if there is no such row.
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the row does not exist.
     pub fn slot_keys(&self, id: SequenceId, row: usize) -> Result<Vec<SlotKey>, CacheError> {
         let sequence = self.sequence(id)?;
         let books = sequence.rows.get(row).ok_or_else(|| {
@@ -122,9 +123,9 @@ impl PagePool {
         Ok(keys.collect())
     }
 
-    /// Slots that queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
-    /// [`ALWAYS`](super::ALWAYS) and [`NEVER`](super::NEVER), so that no query sees them. Made anew from all sequences: a step changes what
-    /// [`Writes`](super::Writes) says.
+    /// Returns the visibility of slots as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Empty slots
+    /// have [`ALWAYS`](super::ALWAYS) and [`NEVER`](super::NEVER), so that no query sees them. Computed from all sequences;
+    /// [`Writes`](super::Writes) has the changes of a step.
     pub fn visibility(&self) -> [Vec<i32>; 2] {
         let slots = self.config.pages * self.config.page_size;
         let mut positions = vec![super::ALWAYS; slots];
@@ -141,19 +142,19 @@ impl PagePool {
         [positions, last]
     }
 
-    /// Returns whether a query sees a stored key just if it is at the key's position or later and no later than its last query, in every head:
-    /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise queries are told their own [`row_slots`](Self::row_slots).
+    /// Returns whether, in every head, a query sees a stored key exactly if it is at the key's position or later and no later than the key's last
+    /// query. Then kernels need only [`Writes::last`](super::Writes). Otherwise each query needs its own [`row_slots`](Self::row_slots).
     pub fn row_is_live(&self) -> bool {
         self.lifetimes.row_is_live()
     }
 
-    /// The places along a sequence's row of the page table that the query at a position reads in `head`, ascending: place `x` is slot `x mod P` of page
-    /// `table[⌊x / P⌋]`, whichever region it is in, until the next step of the sequence. Found from the pattern without a layout, in O(keys) that it sees.
-    /// Keys after the sequence's last token are not there yet, and evicted ones are gone, so only queries from [`oldest`](Self::oldest) on read all
-    /// that the pattern says.
+    /// Returns the places in a sequence's row of the page table that the query at a position reads in `head`, ascending: place `x` is slot `x mod P`
+    /// of page `table[⌊x / P⌋]`, in either region, until the next step of the sequence. Derived from the pattern without a layout, in time linear in
+    /// the keys that the query sees. Keys after the last token do not exist yet and evicted ones are gone, so only queries from
+    /// [`oldest`](Self::oldest) on read all that the pattern says.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if there is no such head.
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if the head does not exist.
     pub fn row_slots(
         &self,
         id: SequenceId,
@@ -190,8 +191,9 @@ impl PagePool {
         Ok(places)
     }
 
-    /// Returns whether the query of a single new token ([`Step::decode`](super::Step::decode)) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
-    /// are also kept for queries that may come again, or the pattern is not [`row_is_live`](Self::row_is_live).
+    /// Returns whether the query of a single new token ([`Step::decode`](super::Step::decode)) sees every slot that its sequence has then, so that
+    /// kernels need no positions. Otherwise slots are also retained for queries that a rollback may repeat, or the pattern is not
+    /// [`row_is_live`](Self::row_is_live).
     pub fn single_sees_all(&self, residency: KvRetention) -> bool {
         let lets_go_at_once = self.config.rollback == 0
             && residency != KvRetention::All
@@ -201,7 +203,7 @@ impl PagePool {
         self.row_is_live() && (lets_go_at_once || nothing_dies)
     }
 
-    /// That the sequences of a batch are different ones that there are.
+    /// Checks that the sequences of a batch exist and are different.
     pub(crate) fn check_batch(&self, batch: &[SequenceId]) -> Result<(), CacheError> {
         let mut sorted = batch.to_vec();
         sorted.sort_unstable();

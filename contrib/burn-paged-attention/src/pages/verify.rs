@@ -1,4 +1,4 @@
-//! That the books agree with themselves and with the pattern.
+//! Consistency checks of the block tables.
 
 use std::collections::BTreeSet;
 
@@ -8,12 +8,12 @@ use super::sequence::Sequence;
 use super::{ALWAYS, CacheError, KvRetention};
 
 impl PagePool {
-    /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
+    /// Checks all invariants that hold between two calls. Visits every token of every sequence, so it is for tests.
     ///
     /// - Each key that is live, or would be after a rollback, has one slot; no key has two.
-    /// - A slot is in a region's filled range or nobody's; pages without a slot in use are free.
-    /// - The references of a page are the table rows that name it, and it is free without any. A row names no page twice, and rows share a page only if they
-    ///   are the same row of different sequences.
+    /// - A slot is in the filled range of one region or unused; pages without a used slot are free.
+    /// - The reference count of a page is the number of table rows that reference it; a page without references is free. A row references no page
+    ///   twice. Rows share a page only if they are the same row of different sequences.
     /// - Positions ascend within a region, permanent keys are in the permanent region and timed ones in the other, and no position is after the last token.
     /// - Entries of the page table do not overlap.
     ///
@@ -73,7 +73,7 @@ impl PagePool {
         }
     }
 
-    /// [`Self::verify`] of one sequence, but for which pages it has.
+    /// Checks one sequence like [`Self::verify`], except for its pages.
     pub(super) fn verify_sequence(
         &self,
         name: &str,
@@ -98,7 +98,7 @@ impl PagePool {
             let [mut permanent, mut timed] =
                 row.regions().map(|region| region.positions().peekable());
             let (stored, mut seen) = (row.permanent.slots() + row.timed.slots(), 0);
-            // Keys that were evicted make the others count as later ones.
+            // After evictions the remaining keys count as those of the last positions.
             let first = match (sequence.residency, row.permanent.runs().next()) {
                 (KvRetention::Evict, Some(run)) => run.start,
                 (KvRetention::Evict, None) => sequence.next,

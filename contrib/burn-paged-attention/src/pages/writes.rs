@@ -1,4 +1,4 @@
-//! What a step asks of the tensors.
+//! Changes to the tensors that a step requires.
 
 use std::ops::Range;
 
@@ -11,23 +11,23 @@ pub struct Slot {
     pub slot: usize,
 }
 
-/// A key that is stored.
+/// A stored key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotKey {
     /// Its slot.
     pub slot: Slot,
     /// Its position in the sequence.
     pub position: usize,
-    /// The last query that attends to it, [`ALWAYS`](super::ALWAYS) if there is always a later one.
+    /// The last query that attends to it; [`ALWAYS`](super::ALWAYS) if every later query may.
     pub last: i32,
 }
 
 /// Slots of a page that are copied to the same slots of another one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageCopy {
-    /// The page that other sequences keep.
+    /// Source page, which other sequences keep.
     pub from: usize,
-    /// The page that is written from now on.
+    /// Destination page, which this sequence writes from now on.
     pub to: usize,
     /// The slots in use.
     pub slots: Range<usize>,
@@ -40,42 +40,42 @@ pub struct TableChange {
     pub row: usize,
     /// The entry of that row.
     pub entry: usize,
-    /// The page it names now.
+    /// The page that it now references.
     pub page: usize,
 }
 
 /// Slots of the keys of new tokens. First do all `copies`, then the writes; apply the `changes` before a kernel reads the table. Entries that are no
-/// longer in use are not listed: the spans say which ones are.
+/// longer in use are not listed: the spans tell which ones are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writes {
-    /// The position of the first new token.
+    /// Position of the first new token.
     pub first: usize,
-    /// New tokens.
+    /// Number of new tokens.
     pub tokens: usize,
-    /// Table rows of the sequence.
+    /// Number of table rows of the sequence.
     pub rows: usize,
     /// Slots of a page.
     pub page_size: usize,
-    /// `[rows, tokens]`: `page · page_size + slot` of each token's key, −1 where it is not stored.
+    /// `[rows, tokens]`: `page · page_size + slot` of each token's key; −1 if it is not stored.
     pub slots: Vec<i32>,
     /// `[rows, tokens]`: the last query that attends to each key, [`ALWAYS`](super::ALWAYS) or [`NEVER`](super::NEVER).
     pub last: Vec<i32>,
-    /// Pages that nobody names any more since the step let their keys go. It may take them again. Nothing has to be done with them; a test fills them with
-    /// NaN before the copies.
+    /// Pages that became free because the step evicted their keys; the step may take them again. They need no treatment. Tests fill them with NaN
+    /// before the copies.
     pub freed: Vec<usize>,
-    /// Pages that are copied before anything is written.
+    /// Pages to copy before anything is written.
     pub copies: Vec<PageCopy>,
-    /// Entries of the page table that changed.
+    /// Changed entries of the page table.
     pub changes: Vec<TableChange>,
-    /// Entries that each row of a table must have for this sequence: a table that is narrower has to be made anew.
+    /// Width that a table must have for this sequence: a narrower table has to be rebuilt.
     pub entries: usize,
 }
 
 impl Writes {
-    /// Where the key of a new token goes, counted from the first one; none if it is not stored.
+    /// Returns the slot of new token `token`'s key, counted from the first new one; None if it is not stored.
     ///
     /// # Panics
-    /// If there is no such row or token.
+    /// If the row or token does not exist.
     pub fn slot(&self, row: usize, token: usize) -> Option<Slot> {
         assert!(row < self.rows && token < self.tokens);
         let slot = usize::try_from(self.slots[row * self.tokens + token]).ok()?;

@@ -1,4 +1,4 @@
-//! Attention of new rows to what a pool holds.
+//! Attention of new rows to the keys and values of a pool.
 
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_blocksparse::internal::dtype::accumulate_in;
@@ -15,11 +15,11 @@ use super::{KvPool, LayerPages, Step, watch};
 use crate::summaries::select_pages;
 use crate::{PagedKeysValues, PagedOptions, PagedOutput, PagedStore, paged_attention};
 
-/// Where the scores of rows without keys are, and above those of pairs that do not count.
+/// Lower bound of a row's maximum, for rows without keys; above the scores of masked pairs.
 const LOWEST: f64 = -1e29;
 
 impl Layer<'_> {
-    /// What the heads see of a step's rows, `x`, in layer `layer` of a pool.
+    /// Returns the heads' outputs for a step's rows `x`, in layer `layer` of a pool.
     pub(super) fn attend_step(
         &self,
         x: Tensor<3>,
@@ -43,7 +43,7 @@ impl Layer<'_> {
         let mut rows = watch::Rows::of(&query);
         let watched = step.watch.as_ref().zip(evictor);
         let heads = match &group.road {
-            // No score that a choice goes with is of attention.
+            // Eviction by attention excludes selection by content.
             Road::Dense(_) if watched.is_some() && !self.chooses() => {
                 let heads = [query.clone(), key.clone(), value];
                 let (heads, lse) = self.attend_sequences_with_lse(heads)?;
@@ -63,7 +63,7 @@ impl Layer<'_> {
                 (indexer, choice) => {
                     let (kv_heads, told) = (self.n_kv_heads(), (&**page_lists, shared));
                     self.attend_chosen(query.clone(), store, told, |rows, _, lists| {
-                        // Layers with an indexer's choice and without the indexer take that of an earlier one.
+                        // Without an indexer of its own, the layer reuses an earlier layer's selection.
                         let choice = choice.as_ref().filter(|_| indexer.is_none());
                         let choice = choice.ok_or_else(lost)?;
                         let (rows, summaries) = (rows.clone(), store.summaries()?);
@@ -107,7 +107,7 @@ impl Layer<'_> {
         let query = as_stored(query, &store);
         let pages = page_lists.pages(store.clone(), self.n_kv_heads());
         let mut attended = paged_attention(query.clone(), &pages, &options)?;
-        // Sinks that are no keys count once.
+        // Sink logits count once.
         options.sinks = None;
         if let Some(sinks) = &page_lists.sinks {
             let far = match &self.rope {
@@ -145,7 +145,7 @@ impl Layer<'_> {
         Ok(attended)
     }
 
-    /// Attention in Burn's primitives, in the dtype of sums.
+    /// Computes attention in Burn's primitives, in the accumulation dtype.
     pub(super) fn attend_gathered(
         &self,
         query: Tensor<4>,

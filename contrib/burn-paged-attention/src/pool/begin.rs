@@ -1,4 +1,4 @@
-//! The beginning of a call: space in the block tables, and what the layers are told.
+//! Begin of a call: reserves slots in the block tables and makes the inputs of the layers.
 
 use burn::tensor::Device;
 use burn_sparse_transformer::TransformerError;
@@ -14,34 +14,34 @@ use super::{Group, KvPool, KvPositions, KvStep};
 use crate::PoolError;
 use crate::pages::{CacheError, KvRetention, PagePool, SequenceId, Step as BooksStep, Writes};
 
-/// A call that has begun.
+/// A call in progress.
 #[derive(Debug)]
 pub(super) struct Step {
     pub positions: Positions,
     pub(super) groups: Vec<GroupStep>,
-    /// What eviction has to know, if keys are evicted.
+    /// Inputs for eviction, if keys are evicted.
     pub(super) watch: Option<Watch>,
-    /// None in a recording: whoever replays it takes steps back.
+    /// None in a recording: the caller that replays it undoes steps.
     pub(super) undo: Option<Undo>,
 }
 
-/// The books before a call.
+/// State before a call.
 #[derive(Debug)]
 pub(super) struct Undo {
     books: UndoBooks,
-    /// None if it stays as it is.
+    /// None if it stays unchanged.
     evictor: Option<Evictor>,
 }
 
 #[derive(Debug)]
 enum UndoBooks {
-    /// Lengths to go back to.
+    /// Lengths to truncate to.
     Lengths(Vec<(SequenceId, usize)>),
     Books(Vec<PagePool>),
 }
 
 impl Undo {
-    /// All books as they are.
+    /// Copies the present state.
     pub(super) fn of_books(pool: &KvPool) -> Self {
         Self {
             books: UndoBooks::all(pool),
@@ -57,21 +57,21 @@ impl UndoBooks {
     }
 }
 
-/// What the books say of a call.
+/// Changes of the block tables by a call.
 #[derive(Debug)]
 pub(super) struct Advance {
-    /// The first new position of each sequence.
+    /// First new position of each sequence.
     pub starts: Vec<usize>,
-    /// Of each group, of each sequence.
+    /// Per group and sequence.
     pub writes: Vec<Vec<Writes>>,
-    /// True if nothing is in the cache, so that attention is over the layers' own layout.
+    /// True if the cache is empty, so that attention runs over the layers' own layout.
     pub is_dense: bool,
     pub undo: Undo,
 }
 
 impl KvPool {
-    /// Makes room for new rows of a batch `[batch, seq]` in the books. Nothing has changed after an error; what follows this and fails ends in
-    /// [`Self::undo`]. What is known of keys is part of that if `watched`; then it is not written where it is.
+    /// Reserves slots for new rows of a batch `[batch, seq]` in the block tables. Nothing has changed after an error; if a later stage fails, call
+    /// [`Self::undo`]. If `watched`, the undo state includes that of eviction, which is then not written in place.
     pub(super) fn advance(
         &mut self,
         steps: &[KvStep],
@@ -101,7 +101,7 @@ impl KvPool {
             .iter()
             .all(|group| group.key.pattern.is_causal());
         let is_even = steps.iter().all(|step| step.tokens == seq);
-        // What a window hides from later queries it has to hide from the first ones, too.
+        // A prompt's queries must not see what a window hides from later ones.
         let is_dense = seq > 1
             && starts.iter().all(|&start| start == 0)
             && (is_even || is_causal)
@@ -157,7 +157,7 @@ impl KvPool {
         })
     }
 
-    /// [`Self::advance`], and what the layers are told of it.
+    /// Runs [`Self::advance`], and makes the inputs of the layers.
     pub(super) fn begin(
         &mut self,
         steps: &[KvStep],
@@ -184,7 +184,7 @@ impl KvPool {
         }
     }
 
-    /// What the layers of each group are told.
+    /// Makes the inputs of the layers of each group.
     fn told(
         &mut self,
         steps: &[KvStep],
@@ -211,7 +211,7 @@ impl KvPool {
         Ok((groups, watch))
     }
 
-    /// Keys that a batch shares from which on they are read once. Sums of attention are of page lists that are whole.
+    /// Returns the least number of keys shared by a batch that are read once for all. Sums of attention need whole page lists, so they disable it.
     pub(super) fn cascade(&self) -> usize {
         match self.evictor.as_ref().is_some_and(Evictor::sums) {
             true => usize::MAX,
@@ -219,7 +219,7 @@ impl KvPool {
         }
     }
 
-    /// Takes back what [`Self::advance`] did.
+    /// Undoes [`Self::advance`].
     pub(super) fn undo(&mut self, undo: Undo) {
         if undo.evictor.is_some() {
             self.evictor = undo.evictor;
@@ -242,7 +242,7 @@ impl KvPool {
     }
 }
 
-/// What of a pool's configuration a group is told.
+/// Settings of a pool for its groups.
 #[derive(Clone, Copy)]
 struct Kept {
     residency: KvRetention,
@@ -285,7 +285,7 @@ impl Group {
                 }
                 _ => None,
             };
-            // What is read once for all sequences is chosen by none.
+            // Pages that are read once for all sequences cannot be subject to selection.
             let cascade = match seen.is_some() || is_apart {
                 true => usize::MAX,
                 false => kept.cascade,

@@ -1,4 +1,4 @@
-//! Layers of a pool whose queries choose pages by content.
+//! Selection of pages by content in the layers of a pool.
 
 use burn::tensor::{FloatDType, Int, Tensor};
 
@@ -17,14 +17,14 @@ use burn_sparse_transformer::content::{
 use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
-/// Slots of a page, if neither the configuration nor a selection says.
+/// Page size if neither the configuration nor a selection sets it.
 const PAGE_SIZE: usize = 32;
-/// Scores of pages that are in memory at a time.
+/// Number of page scores that are in memory at a time.
 const SCORES: usize = 1 << 24;
-/// Queries of a call, at most: every part of a call looks at all of its page lists.
+/// Largest number of queries in a call: every cube of a call visits all of its page lists.
 const PAGE_LISTS: usize = 512;
 
-/// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
+/// Returns the page size if the configuration does not set it: the block size of the layers' selections, if they select pages.
 pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
     let choosing = layers.iter().filter(|_| !config.prompts_choose);
     let sizes = choosing.filter_map(|mha| {
@@ -32,7 +32,7 @@ pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolCon
             return Some(nsa.config().pool_page_size().unwrap_or(16));
         }
         if let Some(msa) = mha.msa() {
-            // A page is a block, if pages can be as wide.
+            // A page is a block, if pages can be that large.
             return Some(msa.config().block.clamp(16, 128));
         }
         let estimator = mha.selection()?.estimator();
@@ -45,7 +45,7 @@ pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolCon
     sizes.min().unwrap_or(PAGE_SIZE)
 }
 
-/// How a layer chooses pages of a pool, if it does.
+/// Returns a layer's page selection, if any.
 pub(super) fn of_layer(
     mha: &SparseMultiHeadAttention,
     config: &KvPoolConfig,
@@ -99,7 +99,7 @@ pub(super) fn of_layer(
     Ok(Some(choice))
 }
 
-/// That prompts of a layer can be read by its choice, if it has one.
+/// Checks that a layer can apply its selection, if any, to prompts.
 fn check_prompts(
     mha: &SparseMultiHeadAttention,
     config: &KvPoolConfig,
@@ -112,7 +112,7 @@ fn check_prompts(
     check_eviction(config)
 }
 
-/// That keys are not evicted by attention that is not computed.
+/// Checks that eviction needs no attention that is not computed.
 fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
     let by_attention = config.eviction.is_some_and(|eviction| {
         !matches!(
@@ -125,7 +125,7 @@ fn check_eviction(config: &KvPoolConfig) -> Result<(), TransformerError> {
 }
 
 impl PageLists {
-    /// Gives every row of a call a page list of its own, which ends at the row's own key.
+    /// Gives every row of a call its own page list, which ends at the row's own key.
     pub(super) fn by_row(
         &mut self,
         spans: &[i32],
@@ -143,7 +143,7 @@ impl PageLists {
         let mut of_rows = Vec::with_capacity(seq * spans.len());
         for (writes, spans) in writes.iter().zip(spans.chunks(4 * table_rows)) {
             for row in 0..seq {
-                // Rows after a sequence's own are none, and see what its last one does.
+                // Rows after a sequence's own are unused; they get the list of its last row.
                 let behind = writes.tokens.saturating_sub(row + 1) as i32;
                 for span in spans.chunks(4) {
                     of_rows.extend([span[0] - behind, span[1], span[2], span[3]]);
@@ -155,8 +155,9 @@ impl PageLists {
 }
 
 impl Layer<'_> {
-    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own, to what `choose` finds of the lists of a piece's rows
-    /// `[rows, heads, d_k]`: pages where queries choose pages, and else slots of keys. Where there is no more than what is chosen, there is no choice.
+    /// Computes attention of queries `[batch, heads, s, d_k]`, each with its own page list, to what `choose` selects for a piece's rows
+    /// `[rows, heads, d_k]`: pages if the layer selects pages, otherwise slots of keys. If the lists are no longer than the selection, nothing is
+    /// selected.
     pub(super) fn attend_chosen(
         &self,
         query: Tensor<4>,
@@ -201,8 +202,8 @@ impl Layer<'_> {
         )
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own: to what `choose` makes of the lists of some rows of each
-    /// sequence at a time, which looks at so many numbers for a row of each.
+    /// Computes attention of queries `[batch, heads, s, d_k]`, each with its own page list, in pieces of some rows of each sequence. `choose`
+    /// selects among the lists of a piece; it holds `numbers` elements in memory per row of all sequences.
     pub(super) fn attend_in_pieces(
         &self,
         query: Tensor<4>,
@@ -219,7 +220,7 @@ impl Layer<'_> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let query = as_stored(query, &pages);
         let [batch, heads, seq, _] = query.dims();
-        // More than one row at a time, whatever a context is.
+        // At least one row at a time, however long the context is.
         let together = (SCORES / numbers.max(1)).min(PAGE_LISTS / batch);
         let together = together.clamp(1, seq);
         let mut outs = Vec::with_capacity(seq.div_ceil(together));
@@ -233,7 +234,7 @@ impl Layer<'_> {
             chosen.counters = page_lists.counters_of(batch * piece.1 * heads);
             let out = paged_attention(rows.unsqueeze_dim(2), &chosen, &options)?.out;
             let [.., width] = out.dims();
-            // Of one row each the heads are in their places.
+            // With one row the order of heads is right already.
             outs.push(match piece.1 {
                 1 => out,
                 count => out.reshape([batch, count, heads, width]).swap_dims(1, 2),
@@ -243,10 +244,10 @@ impl Layer<'_> {
     }
 }
 
-/// The first of some rows of each sequence, and how many there are.
+/// First row and number of rows of a piece, in each sequence.
 pub(super) type Piece = (usize, usize);
 
-/// Of page lists `[batch · s, T, numbers]`, one for each row, those of a piece.
+/// Takes a piece's rows of page lists `[batch · s, T, numbers]`, one list per row.
 pub(super) fn of_rows(x: &Tensor<3, Int>, batch: usize, (first, count): Piece) -> Tensor<3, Int> {
     let [queries, rows, numbers] = x.dims();
     if count * batch == queries {
@@ -257,21 +258,20 @@ pub(super) fn of_rows(x: &Tensor<3, Int>, batch: usize, (first, count): Piece) -
         .reshape([batch * count, rows, numbers])
 }
 
-/// Queries `[batch, heads, s, width]` of a piece, one for each row: `[rows, heads, width]`, as the page lists follow each other.
+/// Takes a piece's queries from `[batch, heads, s, width]` as `[rows, heads, width]`, in the order of the page lists.
 pub(super) fn by_rows(query: &Tensor<4>, (first, count): Piece) -> Tensor<3> {
     let [batch, heads, seq, width] = query.dims();
     let query = match count == seq {
         true => query.clone(),
         false => query.clone().narrow(2, first, count),
     };
-    // Of one row each the heads are in their places.
+    // With one row the order of heads is right already.
     match count {
         1 => query.reshape([batch, heads, width]),
         _ => (query.swap_dims(1, 2)).reshape([batch * count, heads, width]),
     }
 }
 
-/// Parts one after the other.
 pub(super) fn joined(mut parts: Vec<Tensor<4>>, dim: usize) -> Tensor<4> {
     match parts.len() {
         1 => parts.remove(0),
@@ -279,20 +279,19 @@ pub(super) fn joined(mut parts: Vec<Tensor<4>>, dim: usize) -> Tensor<4> {
     }
 }
 
-/// Choice of the latest layer of a step that gives one, for the layers that take it.
+/// Selection of the latest layer of a step that shares one, for the layers that reuse it.
 #[derive(Default)]
 pub(super) struct Shared {
-    /// Of whole prompts.
+    /// Selection of whole prompts.
     pub prompt: Option<SharedChoice>,
-    /// Pages or slots of each piece of the rows, as attention runs over them; none where there is nothing to choose.
+    /// Pages or slots of each piece of rows, in the order of attention; None if there was nothing to select.
     pieces: Vec<Option<Tensor<3, Int>>>,
-    /// Pieces that the present layer has taken.
+    /// Number of pieces that the present layer has reused.
     taken: usize,
     sharing: Option<ChoiceSharing>,
 }
 
 impl Shared {
-    /// Begins a layer.
     pub(super) fn begin(&mut self, sharing: Option<ChoiceSharing>) {
         let before = match sharing {
             Some(ChoiceSharing::Takes) => std::mem::take(self),
@@ -305,12 +304,12 @@ impl Shared {
         };
     }
 
-    /// Keeps the choice of a prompt, if the layer gives it.
+    /// Stores the selection of a prompt, if the layer shares it.
     pub(super) fn give_prompt(&mut self, choice: Option<SharedChoice>) {
         self.prompt = choice.filter(|_| self.sharing == Some(ChoiceSharing::Gives));
     }
 
-    /// The choice of the next piece: what `choose` finds, or what the layer takes.
+    /// Returns the selection of the next piece: from `choose`, or the one that the layer reuses.
     pub(super) fn piece(
         &mut self,
         choose: impl FnOnce() -> Result<Option<Tensor<3, Int>>, TransformerError>,

@@ -1,4 +1,4 @@
-//! Capacity of a pool, and what it retains.
+//! Capacity and retention of a pool.
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
@@ -23,11 +23,11 @@ pub enum KvDtype {
     /// The dtype of the layers' matmuls.
     #[default]
     Model,
-    /// A dtype of floats.
+    /// A float dtype.
     Float(FloatDType),
     /// [`Quantization::Int8`]: a byte per element and two f32 scales per slot. `head_dim` is a multiple of 4.
     Int8,
-    /// [`Quantization::Fp8E4m3`], likewise.
+    /// [`Quantization::Fp8E4m3`], with the same sizes.
     Fp8E4m3,
 }
 
@@ -38,7 +38,7 @@ impl From<FloatDType> for KvDtype {
 }
 
 impl KvDtype {
-    /// Of layers whose products have a dtype.
+    /// Returns the storage format for layers whose products have dtype `model`.
     pub(super) fn stored(self, model: FloatDType) -> Stored {
         match self {
             Self::Model => Stored::Float(model),
@@ -49,15 +49,15 @@ impl KvDtype {
     }
 }
 
-/// Positions of rotary embeddings where [`KvRetention::Window`] leaves out keys between the first ones and the last.
+/// Positions for rotary embeddings if [`KvRetention::Window`] leaves out keys between the first and the last ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvPositions {
-    /// Positions in the text.
+    /// Positions in the sequence.
     #[default]
     Original,
-    /// Positions in the cache: to a query the window follows right after the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those of
-    /// the training, however long the sequence is. Keys keep their rotation; queries are rotated twice.
+    /// Positions in the cache: for a query the window directly follows the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay within those
+    /// of the training, however long the sequence is. Keys keep their rotation; queries are rotated twice.
     InCache,
 }
 
@@ -72,10 +72,9 @@ pub enum KvPositions {
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 pub struct KvPoolConfig {
-    /// Tokens of each sequence.
+    /// Number of tokens of each sequence.
     pub(crate) lengths: Vec<usize>,
     pub(crate) chunk: usize,
-    /// Slots of a page, if set.
     pub(crate) page_size: Option<usize>,
     pub(crate) residency: KvRetention,
     pub(crate) rollback: usize,
@@ -89,12 +88,13 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. Keys that later queries reach are retained.
+    /// Makes the configuration of a pool for `sequences` sequences of `tokens` tokens each, which grow by one token per call. Keys that later
+    /// queries reach are retained.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
     }
 
-    /// [`Self::new`] for sequences of different lengths.
+    /// Like [`Self::new`], for sequences of different lengths.
     pub fn for_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut lengths: Vec<usize> = lengths.into_iter().collect();
         lengths.sort_unstable();
@@ -115,35 +115,37 @@ impl KvPoolConfig {
     }
 
     blocksparse::setters! {
-        /// Most new tokens of a call for a sequence that has some already: their keys are stored before earlier ones are evicted. More may still fit.
+        /// Sets the largest number of new tokens in a call for a sequence that has some already: their keys are stored before earlier ones are
+        /// evicted. More may still fit.
         with_chunk => chunk: usize,
-        /// Slots of a page: 16, 32, 64 or 128. Default: 32, or as the layers' selections need: `quest:16,256` has pages of 16.
+        /// Sets the slots of a page: 16, 32, 64 or 128. Default: 32, or what the layers' selections need: `quest:16,256` has pages of 16.
         with_page_size => page_size: Some(usize),
-        /// Tokens that can be rolled back ([`KvPool::truncate`](super::KvPool::truncate)). Default: 0. With [`KvRetention::All`] any number can.
+        /// Sets the number of tokens that can be rolled back ([`KvPool::truncate`](super::KvPool::truncate)). Default: 0. With [`KvRetention::All`]
+        /// any number can.
         with_rollback => rollback: usize,
-        /// Pages for each pattern of the layers, in place of the most that the sequences may need: fewer, if not all get as long or if they share
-        /// prefixes.
+        /// Sets the number of pages for each pattern of the layers. Default: the most that the sequences may need. Fewer suffice if not all
+        /// sequences become that long or if they share prefixes.
         with_pages => pages: Some(usize),
-        /// Positions of rotary embeddings, in a pool with [`KvRetention::Window`].
+        /// Sets the positions for rotary embeddings, in a pool with [`KvRetention::Window`].
         with_positions => positions: KvPositions,
-        /// Number of keys shared by all sequences of a batch, as by forks of one, from which on they are read once for all. Their queries become rows
+        /// Sets the least number of keys shared by all sequences of a batch, such as forks of one, that are read once for all. Their queries become rows
         /// of one call, whose results are merged with those over each sequence's own keys (FlashInfer's cascade, Ye et al., 2024). Default: 1,024.
         with_cascade => cascade: usize,
     }
 
-    /// Sets the keys that are retained.
+    /// Sets which keys are retained.
     pub fn with_residency(mut self, residency: KvRetention) -> Self {
         self.residency = residency;
         self.eviction = None;
         self
     }
 
-    /// Retains a number of keys per layer and KV head and evicts the others, by attention scores: **changes the output**. For layers
-    /// whose heads are causal and nothing else, without ALiBi and biases of distances.
+    /// Retains a number of keys per layer and KV head and evicts the others, by attention scores: **changes the output**. For layers whose heads are
+    /// plainly causal, without ALiBi and relative biases.
     ///
-    /// A sequence's keys are evicted at the end of the call after which there are more than the capacity and the slack, on average over layers and heads. All keys
-    /// of a call are stored until then, so there must be slots for the capacity, the slack and the tokens of a call: set [`Self::with_chunk`] to the length of a
-    /// prompt that is read at once.
+    /// A sequence's keys are evicted at the end of the call after which there are more than the capacity and the slack, on average over layers and
+    /// heads. Until then all keys of the call are stored, so there must be slots for the capacity, the slack and the tokens of a call: set
+    /// [`Self::with_chunk`] to the length of a prompt that is read at once.
     pub fn with_eviction(mut self, eviction: EvictionConfig) -> Self {
         self.residency = KvRetention::Evict;
         self.eviction = Some(eviction);
@@ -156,30 +158,30 @@ impl KvPoolConfig {
         self
     }
 
-    /// Prefix cache: full pages stay, findable by their tokens, after their sequences have left, until their space is needed:
+    /// Enables the prefix cache: full pages can be found by their tokens even after their sequences have left, until the space is needed:
     /// [`KvPool::join_with_prefix`](super::KvPool::join_with_prefix).
     pub fn with_prefix_reuse(mut self) -> Self {
         self.prefix_reuse = true;
         self
     }
 
-    /// Applies the layers' selections to prompts only, any selection, also one per head. A prompt is what a sequence without tokens gets in one call;
-    /// all later tokens see all keys that the layers' patterns allow. Prompts then are calls of their own. Without this, later tokens choose pages as
-    /// prompts do, and choices that later tokens influence are errors.
+    /// Applies the layers' selections to prompts only, including selections per head. A prompt is the call that gives a sequence its first tokens;
+    /// all later tokens see all keys that the layers' patterns allow. Prompts are then separate calls. Without this, later tokens select pages like
+    /// prompts do, and selections that later tokens influence are errors.
     ///
-    /// Where later tokens influence the choice, a prompt's keys are those of the whole prompt, also after
+    /// If later tokens influence the selection, a prompt's keys are those selected for the whole prompt, even after
     /// [`KvPool::truncate`](super::KvPool::truncate).
     pub fn with_choosing_prompts(mut self) -> Self {
         self.prompts_choose = true;
         self
     }
 
-    /// Slots of a page.
+    /// Returns the slots of a page.
     pub(super) fn page_size(&self) -> usize {
         self.page_size.unwrap_or(32)
     }
 
-    /// That no window leaves out keys, for layers that choose among all.
+    /// Checks that no window leaves out keys, for layers that select among all.
     pub(super) fn ensure_no_window(
         &self,
         expected: impl Into<String>,
@@ -211,7 +213,7 @@ impl KvPoolConfig {
         Ok(ensure_none("eviction", known, expected)?)
     }
 
-    /// The books of layers with this pattern.
+    /// Makes the block tables of layers with this pattern.
     pub(super) fn page_pools(
         &self,
         pattern: &Pattern,
@@ -223,7 +225,7 @@ impl KvPoolConfig {
                 .with_pattern(pattern.clone(), heads, kv_heads)
                 .with_rollback(self.rollback);
             let config = match self.prefix_reuse {
-                // All sequences of a pool are one model's.
+                // All sequences of a pool belong to one model.
                 true => config.with_prefix_reuse(0),
                 false => config,
             };
@@ -236,9 +238,9 @@ impl KvPoolConfig {
         let pages = match self.pages {
             Some(pages) => pages,
             None => {
-                // One page says how many rows there are, and whether the configuration is right.
+                // A pool of one page tells the number of table rows, and checks the configuration.
                 let rows = PagePool::new(of_pages(1))?.table_rows();
-                // Both regions of a row end within a page.
+                // Both regions of a row may end within a page.
                 let whole = |tokens: usize| rows * (tokens.div_ceil(self.page_size()) + 2);
                 if let Some(eviction) = &self.eviction {
                     let most = self.most_keys(eviction);
@@ -259,9 +261,9 @@ impl KvPoolConfig {
         Ok(PagePool::new(of_pages(pages))?)
     }
 
-    /// The most keys that a table row has at a time.
+    /// Returns the most keys that a table row has at a time.
     pub(super) fn most_keys(&self, eviction: &EvictionConfig) -> usize {
-        // The first layers of a pyramid have up to twice the mean; what heads have in an adaptive budget is as much for all of them together.
+        // The first layers of a pyramid have up to twice the mean. An adaptive budget bounds the sum over the heads of a layer.
         let of_layer = match eviction.budget {
             EvictionBudget::Pyramid { .. } => eviction.capacity().saturating_mul(2),
             _ => eviction.capacity(),
@@ -271,7 +273,7 @@ impl KvPoolConfig {
             .saturating_add(self.chunk)
     }
 
-    /// The most pages that a sequence has while it grows to each of the lengths, which ascend.
+    /// Returns the most pages of a sequence while it grows to each of the lengths, which ascend.
     fn most_pages(&self, mut pool: PagePool) -> Result<Vec<usize>, CacheError> {
         let id = pool.join(self.residency)?;
         let rows = pool.table_rows();

@@ -1,7 +1,7 @@
-//! Layers of DeepSeek sparse attention, and of MiniMax sparse attention: what a pool holds of their indexers.
+//! DeepSeek and MiniMax sparse attention in a pool: storage of their indexers' keys.
 //!
-//! An indexer's keys lie in pages of the same table as the keys and values, so the block tables also hold for them: copies after a fork, steps back, what is
-//! known of a beginning. After a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
+//! An indexer's keys are in pages of the same table as the keys and values, so forks, rollbacks and prefix reuse work for them by the block tables.
+//! After a prompt, a step reads all of an indexer's keys, and the selected ones of the others.
 
 use burn::tensor::Device;
 use burn_sparse_transformer::content::ContentAttention;
@@ -13,7 +13,7 @@ use super::{Group, KvPoolConfig, KvUsage};
 use crate::PoolError;
 use crate::pages::SequenceId;
 
-/// That a pool of a configuration can keep the keys of a layer, which errors call `name`.
+/// Checks that the configuration fits the layer, which errors call `name`.
 pub(super) fn check(name: &str, config: &KvPoolConfig) -> Result<(), TransformerError> {
     let expected = format!("none with {name}, whose tokens all choose their keys");
     ensure_none("choosing_prompts", config.prompts_choose, &expected)?;
@@ -23,7 +23,7 @@ pub(super) fn check(name: &str, config: &KvPoolConfig) -> Result<(), Transformer
     config.ensure_no_window(expected)
 }
 
-/// An indexer's keys of a layer in a group, if it has one that chooses, empty. They stay as exact as they are: what is chosen depends on them.
+/// Makes an empty store for the indexer's keys of a layer, if it has its own indexer. They are not rounded, because the selection depends on them.
 pub(super) fn store(
     group: &Group,
     mha: &SparseMultiHeadAttention,
@@ -40,10 +40,10 @@ pub(super) fn store(
     Store::new(pages, 1, [width, NO_VALUES], device, stored).map(Some)
 }
 
-/// Width of the values that an indexer does not have, but a store does.
+/// Width of the unused values in an indexer's store.
 pub(super) const NO_VALUES: usize = 4;
 
-/// Adds what a sequence takes of an indexer's keys, and takes away what is not read of the others.
+/// Adds the memory of an indexer's keys, and subtracts the keys and values that are not read.
 pub(super) fn add_usage(
     group: &Group,
     (keys, index): (&Store, Option<&Store>),
@@ -52,12 +52,12 @@ pub(super) fn add_usage(
 ) -> Result<(), PoolError> {
     let Group { key, books, .. } = group;
     let tokens = books.len(id)?;
-    // A layer that takes a choice has no indexer.
+    // A layer that reuses a selection has no indexer.
     let bytes = index.map_or(0, Store::slot_bytes);
     usage.summary_bytes += books.usage(id)?.slots * bytes;
     let (kept, unread) = match &key.indexer {
         Some(ContentAttention::Dsa(dsa)) => (dsa.keep, tokens.saturating_sub(dsa.keep)),
-        // What is not read of the others is known by the choice of pages.
+        // The page selection accounts for what is not read.
         Some(ContentAttention::Msa(msa)) => (msa.block.saturating_mul(msa.keep), 0),
         _ => return Err(lost().into()),
     };

@@ -1,5 +1,5 @@
-//! Attention of new rows to what an indexer chooses of a pool: keys of DeepSeek sparse attention, or blocks of MiniMax sparse attention. Both indexers' keys lie in
-//! pages (`dsa`).
+//! Attention of new rows to what an indexer selects from a pool: keys of DeepSeek sparse attention, or blocks of MiniMax sparse attention. Both
+//! indexers' keys are in pages (`dsa`).
 
 use burn::tensor::Tensor;
 
@@ -18,8 +18,8 @@ use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::Indexed as _;
 use burn_sparse_transformer::msa::MsaHeads;
 
-/// Heads that an indexer chooses for, and what it makes of a step's rows.
-// One is made for a layer of a step; tensors are large whichever it is.
+/// Heads with an indexer, and its outputs for a step's rows.
+// Few values exist at a time, each made for a layer of a step; both variants are large.
 #[allow(clippy::large_enum_variant)]
 enum Indexed<'a> {
     Dsa(&'a DsaHeads, DsaIndex),
@@ -27,7 +27,7 @@ enum Indexed<'a> {
 }
 
 impl Layer<'_> {
-    /// What heads of DeepSeek or MiniMax sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
+    /// Returns the outputs of DeepSeek or MiniMax sparse attention in a step of a pool, `[batch, heads, seq, d_v]`.
     pub(super) fn indexed_step(
         &self,
         x: Tensor<3>,
@@ -58,7 +58,7 @@ impl Layer<'_> {
         let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &new.device());
         group.write_copied(keys, group.index_copies.as_ref(), [new, none])?;
         match &group.road {
-            // Rows after a prompt are chosen by none.
+            // Rows after a prompt's end are later than its queries, so none of these selects them.
             Road::Dense(_) => {
                 let (heads, options) = ([query, key, value], self.attention_options());
                 let seen = match indexed {
@@ -83,7 +83,7 @@ impl Layer<'_> {
         }
     }
 
-    /// Attention of queries to the keys that an indexer, whose keys are in the second store, chooses for each.
+    /// Computes attention to the keys that an indexer selects for each query; the indexer's keys are in the second store.
     fn attend_keys(
         &self,
         query: Tensor<4>,
@@ -109,7 +109,7 @@ impl Layer<'_> {
         })
     }
 
-    /// The same to the blocks that it chooses.
+    /// Like [`Self::attend_keys`], for blocks.
     fn attend_blocks(
         &self,
         query: Tensor<4>,

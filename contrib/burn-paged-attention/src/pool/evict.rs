@@ -1,4 +1,4 @@
-//! Keys that are evicted by their scores.
+//! Eviction of keys by score.
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_transformer::SparseMultiHeadAttention;
@@ -12,35 +12,35 @@ use crate::pages::{
     ALWAYS, CacheError, EvictionScore, KvRetention, PagePool, Retained, SequenceId,
 };
 
-/// That keys of such layers can be evicted.
+/// Checks that keys of such layers can be evicted.
 pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), PoolError> {
     blocksparse::ensure! { PoolError; key.is_plain() => "eviction", "none with ALiBi or biases of distances", "some"; }
     books.clone().join(KvRetention::Evict)?;
     Ok(())
 }
 
-/// Elements of keys and values that are in memory at a time, besides the pages.
+/// Number of elements of keys and values that are in memory at a time, besides the pages.
 const AT_ONCE: usize = 1 << 26;
 
-/// Keys of a layer that stay, of each KV head.
+/// Keys of a layer that are retained, per KV head.
 struct Kept {
-    /// Their places among the slots of the head's row.
+    /// Indices among the slots of the head's row.
     places: Vec<Vec<usize>>,
-    /// Where they are, as rows of all pages.
+    /// Rows among those of all pages.
     ids: Vec<Vec<i32>>,
 }
 
-/// Keys of a sequence that stay, and where.
+/// Retained keys of a sequence, and their new slots.
 struct Moves {
     id: SequenceId,
-    /// Of each layer.
+    /// One per layer.
     kept: Vec<Kept>,
-    /// Of each group of layers.
+    /// One per group of layers.
     retained: Vec<Retained>,
 }
 
 impl Moves {
-    /// The most keys that a head of a layer keeps.
+    /// Returns the largest number of keys that a head of a layer retains.
     fn most(&self, layer: usize) -> usize {
         let places = self.kept[layer].places.iter();
         places.map(Vec::len).max().unwrap_or(0)
@@ -48,7 +48,7 @@ impl Moves {
 }
 
 impl KvPool {
-    /// Returns whether keys of a step's sequences are evicted after it.
+    /// Returns, for each sequence of a step, whether its keys are evicted after it.
     pub(super) fn due(&self, steps: &[KvStep]) -> Result<Vec<bool>, PoolError> {
         let Some(config) = self.evictor.as_ref().map(|evictor| evictor.config) else {
             return Ok(vec![false; steps.len()]);
@@ -68,7 +68,7 @@ impl KvPool {
         Ok(due)
     }
 
-    /// Notes a call that is done, and evicts keys of the sequences for which that is due. Nothing is evicted after an error.
+    /// Updates the eviction state after a call, and evicts keys of the sequences that are due. Nothing is evicted after an error.
     pub(crate) fn settle(
         &mut self,
         steps: &[KvStep],
@@ -91,7 +91,8 @@ impl KvPool {
         self.evict_chosen(chosen)
     }
 
-    /// The scores of sequences, of each in each layer and KV head. A layer's sequences are computed together, and copied to the host with those of other layers.
+    /// Returns the scores of the keys, by sequence, layer and KV head. A layer's sequences are computed together, and copied to the host with those
+    /// of other layers.
     fn scores_of(
         &self,
         ids: &[SequenceId],
@@ -128,7 +129,7 @@ impl KvPool {
         Ok(found)
     }
 
-    /// Sequences whose keys and values of a layer are in memory at a time, at least one.
+    /// Returns the number of sequences whose keys and values of a layer fit in [`AT_ONCE`], at least one.
     fn at_once<'a>(
         &self,
         mut books: impl Iterator<Item = &'a PagePool>,
@@ -147,7 +148,7 @@ impl KvPool {
         Ok((AT_ONCE / of_sequence.max(1)).max(1))
     }
 
-    /// Which slots of each layer and KV head of a sequence stay.
+    /// Selects the slots of each layer and KV head of a sequence that are retained.
     fn choose(
         &self,
         id: SequenceId,
@@ -181,7 +182,7 @@ impl KvPool {
         Ok(chosen)
     }
 
-    /// Lets all keys of sequences go but those at chosen slots, of each layer and KV head.
+    /// Evicts all keys of sequences except those at the selected slots of each layer and KV head.
     fn evict_chosen(
         &mut self,
         chosen: Vec<(SequenceId, Vec<Vec<Vec<usize>>>)>,
@@ -206,13 +207,13 @@ impl KvPool {
         if let Some(evictor) = &mut self.evictor {
             evictor.evictions += 1;
         }
-        // One part after the other: what one sequence frees another may take.
+        // In order: a sequence may take pages that an earlier one freed.
         let ids: Vec<SequenceId> = moves.iter().map(|of_sequence| of_sequence.id).collect();
         let at_once = self.at_once(before.iter(), &ids)?;
         (moves.chunks(at_once)).try_for_each(|moves| self.rewrite(moves))
     }
 
-    /// Lets keys of a sequence go in the books.
+    /// Updates the block tables for an eviction.
     fn retain(
         &mut self,
         id: SequenceId,
@@ -233,7 +234,7 @@ impl KvPool {
             group.uploaded = None;
             let of_group = group.books.retain(id, &counts)?;
             if let Some(sight) = group.sight.take() {
-                // Keys count as those of the last positions.
+                // The remaining keys count as those of the last positions.
                 let next = group.books.len(id)?;
                 let places = of_group.slots.iter().flat_map(|slots| {
                     let positions = next - slots.len()..next;
@@ -249,7 +250,7 @@ impl KvPool {
         Ok(Moves { id, kept, retained })
     }
 
-    /// Writes the keys and values of sequences that stay to where they stay. All are read before any is written.
+    /// Moves the retained keys and values of sequences to their new slots. All are read before any is written.
     fn rewrite(&mut self, moves: &[Moves]) -> Result<(), PoolError> {
         let device = self.device.clone();
         let lengths = moves.iter().map(|of_sequence| self.len(of_sequence.id));
@@ -265,7 +266,7 @@ impl KvPool {
                     ids.iter().flat_map(move |ids| padded(ids, most, 0))
                 });
                 let from = ints(ids.collect(), [moves.len() * kv_heads * most], &device);
-                // What was rounded to eight bits is rounded to the same ones again.
+                // Requantizing dequantized rows is exact.
                 let moved = store.gather(&from, store.dtype())?.map(|rows| {
                     let [_, width] = rows.dims();
                     rows.reshape([moves.len(), kv_heads, most, width])
@@ -293,7 +294,7 @@ impl KvPool {
         Ok(())
     }
 
-    /// Returns the sum of attention of each key of a layer and sequence so far, `[kv_heads, slots]`, if eviction uses it.
+    /// Returns each key's sum of attention so far, `[kv_heads, slots]` for a layer and sequence, if eviction uses it.
     #[doc(hidden)]
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
         let books = &self.groups[self.layers.get(layer)?.group].books;
@@ -304,15 +305,15 @@ impl KvPool {
         total.ok()?
     }
 
-    /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
-    /// `EvictionConfig::importance`, or any other configuration of [`EvictionScore::Custom`]. Nothing has changed after an error.
+    /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens. The pool must have [`EvictionScore::Custom`], for
+    /// example from `EvictionConfig::importance`. Nothing has changed after an error.
     ///
     /// # Shapes
-    /// - `importance`: of each layer `[sequences, kv_heads, tokens]`; of tokens those count whose keys are there
+    /// - `importance`: per layer `[sequences, kv_heads, tokens]`; scores of evicted tokens are ignored
     ///
     /// # Errors
-    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if the pool evicts by other scores, or shapes do not fit; [`PoolError::Cache`] if a sequence is none of the pool's,
-    /// or pages that others name would have to be copied and there are too few.
+    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if the pool evicts by other scores, or shapes do not
+    /// match; [`PoolError::Cache`] if a sequence is not in the pool, or there are too few pages to copy shared ones.
     pub fn evict(&mut self, ids: &[SequenceId], importance: &[Tensor<3>]) -> Result<(), PoolError> {
         let evictor = (self.evictor.as_ref())
             .filter(|evictor| evictor.config.score == EvictionScore::Custom)
@@ -360,10 +361,11 @@ impl KvPool {
         self.evict_chosen(chosen)
     }
 
-    /// The positions of the keys that each KV head of a layer has of a sequence, ascending.
+    /// Returns the positions of the keys that each KV head of a layer has stored for a sequence, ascending.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence; [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if there is no such layer, or the pool evicts no keys.
+    /// [`PoolError::Cache`] if the sequence does not exist; [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if
+    /// the layer does not exist, or the pool does not evict.
     pub fn retained_positions(
         &self,
         id: SequenceId,
@@ -387,7 +389,7 @@ impl KvPool {
 }
 
 impl KvPool {
-    /// That what is known of keys is of those that are stored, and of sequences that there are.
+    /// Checks that the eviction state matches the stored keys and the sequences.
     pub(super) fn verify_kept(&self) -> Result<(), PoolError> {
         let Some(evictor) = &self.evictor else {
             return Ok(());
@@ -405,7 +407,7 @@ impl KvPool {
     }
 }
 
-/// Keys of each KV head of a sequence.
+/// Returns the number of keys of each KV head of a sequence.
 fn stored_of_heads(
     books: &PagePool,
     id: SequenceId,
@@ -418,7 +420,7 @@ fn stored_of_heads(
         .collect())
 }
 
-/// The rows of all pages that places of each KV head of a sequence are.
+/// Returns the rows, among those of all pages, at some places of each KV head of a sequence.
 fn ids_of(
     books: &PagePool,
     id: SequenceId,
@@ -440,7 +442,7 @@ fn ids_of(
     Ok(of_heads.collect())
 }
 
-/// Numbers, and another one after them until there are `most`.
+/// Pads numbers to `most` with another one.
 fn padded(numbers: &[i32], most: usize, with: i32) -> impl Iterator<Item = i32> + '_ {
     let missing = std::iter::repeat_n(with, most - numbers.len());
     numbers.iter().copied().chain(missing)

@@ -1,10 +1,10 @@
-//! A layer of a model, as a pool reads it.
+//! Wrapper of a model's layer.
 
 use std::ops::Deref;
 
 use burn_sparse_transformer::SparseMultiHeadAttention;
 
-/// What the layer's methods over pages are written for.
+/// Carries the layer's methods over pages.
 #[derive(Clone, Copy)]
 pub(super) struct Layer<'a>(pub &'a SparseMultiHeadAttention);
 

@@ -52,18 +52,18 @@ use watched::Evictor;
 use crate::PoolError;
 use crate::pages::PagePool;
 
-/// The next rows of a sequence of a [`KvPool`].
+/// Next rows of a sequence of a [`KvPool`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct KvStep {
     /// The sequence.
     pub id: SequenceId,
-    /// Its new tokens, at least 1.
+    /// Number of new tokens, at least 1.
     pub tokens: usize,
 }
 
 impl KvStep {
-    /// `tokens` new tokens of a sequence.
+    /// Feeds `tokens` new tokens of a sequence.
     pub fn new(id: SequenceId, tokens: usize) -> Self {
         Self { id, tokens }
     }
@@ -73,22 +73,23 @@ impl KvStep {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvUsage {
-    /// Tokens of the sequence.
+    /// Number of tokens of the sequence.
     pub tokens: usize,
-    /// Slots of its pages: each is a key and value of one KV head of one layer, or of a branch of it.
+    /// Slots of its pages. Each holds a key and value of one KV head of one layer, or of one branch of a layer.
     pub slots: usize,
-    /// Bytes of those slots. Pages that sequences share count for each of them.
+    /// Bytes of those slots. Shared pages count for each sequence.
     pub bytes: usize,
     /// Bytes of the keys and values that a later query reads.
     pub live_bytes: usize,
-    /// Bytes that all tokens' keys and values would take.
+    /// Bytes that the keys and values of all tokens would take.
     pub all_bytes: usize,
-    /// Bytes of the scores by which keys are evicted.
+    /// Bytes of the scores for eviction.
     pub score_bytes: usize,
-    /// Bytes of the summaries by which queries choose pages: of `nsa` the capacity for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
+    /// Bytes of the summaries for page selection: with `nsa` the capacity for compressed keys and values, with `dsa` and `msa` the indexer's keys.
     pub summary_bytes: usize,
-    /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` and `msa` the
-    /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
+    /// Bytes of the keys and values that a query at the end attends to: the selected ones in layers that select pages, otherwise all live ones. With
+    /// `nsa` all branches count. With `dsa` and `msa` the indexer's keys count too, so that it may exceed `live_bytes` if an indexer is as wide as a
+    /// head.
     pub read_bytes: usize,
 }
 
@@ -96,51 +97,51 @@ pub struct KvUsage {
 ///
 /// Sequences of any lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages after a [`fork`](Self::fork), and can be
 /// [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes as
-/// many slots as its window, however long it is. Layers with equal patterns share one block table. The pool's size is fixed. A step that does not fit
-/// is an error, before anything is written.
+/// many slots as its window, however long it is. Layers with equal patterns share one block table. The pool's size is fixed. A step that does not
+/// fit fails before anything is written.
 ///
-/// [`PagedDecoder::new_pool`] makes one for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences; [`Self::for_attention`] and
-/// [`Self::forward_attention`] are the same for one layer. [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache
-/// for a batch whose sequences all have one length and keep all their keys.
+/// [`PagedDecoder::new_pool`] makes a pool for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences;
+/// [`Self::for_attention`] and [`Self::forward_attention`] do the same for one layer.
+/// [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache for a batch whose sequences have equal lengths
+/// and retain all their keys.
 #[derive(Debug)]
 pub struct KvPool {
     groups: Vec<Group>,
     layers: Vec<LayerPages>,
-    /// Positions that there are.
+    /// Number of positions, if limited.
     context: Option<usize>,
     residency: KvRetention,
-    /// Keys that a batch shares from which on they are read once.
+    /// Least number of keys shared by a batch that are read once for all.
     cascade: usize,
     positions: KvPositions,
     evictor: Option<Evictor>,
-    /// True if choices by content are of prompts alone.
+    /// True if the layers' selections apply to prompts only.
     prompts_choose: bool,
     device: Device,
 }
 
-/// Tensors of a layer.
 #[derive(Debug)]
 struct LayerPages {
-    /// Which group's books say where its keys are.
+    /// Index of the group whose block tables hold its keys.
     group: usize,
     store: Store,
-    /// What native sparse attention stores in addition.
+    /// Further branches of native sparse attention.
     branches: Option<Branches>,
-    /// The keys of an indexer, if the layer has one that chooses.
+    /// Keys of the layer's own indexer.
     index: Option<Store>,
 }
 
-/// Layers that keep the same keys.
+/// Layers that retain the same keys.
 #[derive(Debug)]
 struct Group {
     key: GroupKey,
-    /// How queries choose pages, if they do.
+    /// Page selection, if any.
     choice: Option<PageChoice>,
     books: PagePool,
     uploaded: Option<Uploaded>,
-    /// None unless the last step needed it.
+    /// None if the last step did not need it.
     sight: Option<Sight>,
-    /// Of native sparse attention, whose keys that are chosen these are.
+    /// Branch groups of native sparse attention, whose selected branch this group is.
     nsa: Option<BranchGroups>,
 }
 
@@ -161,7 +162,7 @@ impl Group {
         })
     }
 
-    /// Pages of a layer's tensors, and slots of a page.
+    /// Returns the number of pages of a layer's tensors, and of slots of a page.
     fn pages(&self) -> [usize; 2] {
         let heads = self.key.kv_heads / self.books.table_rows();
         let config = self.books.config();
@@ -170,10 +171,10 @@ impl Group {
 }
 
 impl KvPool {
-    /// An empty pool for one layer.
+    /// Makes an empty pool for one layer.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] or [`PoolError::Cache`] naming what of the configuration is out of range.
+    /// [`TransformerError::Argument`] or [`PoolError::Cache`] naming the value out of range.
     pub fn for_attention(
         attention: &SparseMultiHeadAttention,
         config: &KvPoolConfig,
@@ -212,7 +213,7 @@ impl KvPool {
             let choice = choice::of_layer(mha, config, page_size)?;
             let key = GroupKey::of(mha);
             let found = groups.iter().position(|group| group.key == key);
-            // Layers that keep unequally many keys have books of their own.
+            // Layers that retain different numbers of keys have their own block tables.
             let found = found.filter(|_| config.eviction.is_none_or(|config| config.is_even()));
             let at = match found {
                 Some(at) => at,
@@ -249,7 +250,7 @@ impl KvPool {
                 }
                 None => None,
             };
-            // Branches and an index have keys of their own, and who takes a choice looks at no pages.
+            // Branches and indexers have their own keys, and a layer that takes another's choice scores no pages.
             let chooses = branches.is_none()
                 && groups[at].key.indexer.is_none()
                 && mha.choice_sharing() != Some(ChoiceSharing::Takes);
@@ -276,10 +277,10 @@ impl KvPool {
         })
     }
 
-    /// A new sequence without tokens.
+    /// Adds a sequence without tokens.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if the residency's window is out of range.
+    /// [`PoolError::Cache`] if the window of the retention is out of range.
     pub fn join(&mut self) -> Result<SequenceId, PoolError> {
         let residency = self.residency;
         let id = self.each(|books| books.join(residency))?;
@@ -289,10 +290,10 @@ impl KvPool {
         Ok(id)
     }
 
-    /// Ends a sequence, whose pages others can take.
+    /// Removes a sequence and frees its pages.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence.
+    /// [`PoolError::Cache`] if the sequence does not exist.
     pub fn leave(&mut self, id: SequenceId) -> Result<(), PoolError> {
         self.each(|books| books.leave(id))?;
         if let Some(evictor) = &mut self.evictor {
@@ -301,10 +302,10 @@ impl KvPool {
         Ok(())
     }
 
-    /// A new sequence with the tokens of another one, whose pages it shares until either writes to them.
+    /// Adds a sequence with the tokens of another one. They share pages until either writes to them.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence.
+    /// [`PoolError::Cache`] if the sequence does not exist.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId, PoolError> {
         let fork = self.each(|books| books.fork(id))?;
         if let Some(evictor) = &mut self.evictor {
@@ -316,10 +317,10 @@ impl KvPool {
     /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
+    /// [`PoolError::Cache`] if the sequence does not exist, has fewer tokens, or keys that would be live again are gone in some layer;
     /// [`TransformerError::Boundary`] if a pattern has no boundary there.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<(), PoolError> {
-        // All layers can, or none does.
+        // Either all layers can truncate, or none is changed.
         for Group { books, .. } in &self.groups {
             let oldest = books.oldest(id)?;
             if len < oldest {
@@ -343,10 +344,10 @@ impl KvPool {
         Ok(())
     }
 
-    /// Tokens of a sequence: the position of its next one.
+    /// Returns the number of tokens of a sequence, which is the position of its next one.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence.
+    /// [`PoolError::Cache`] if the sequence does not exist.
     pub fn len(&self, id: SequenceId) -> Result<usize, PoolError> {
         Ok(self.groups[0].books.len(id)?)
     }
@@ -359,7 +360,7 @@ impl KvPool {
     /// Returns the memory of a sequence.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence.
+    /// [`PoolError::Cache`] if the sequence does not exist.
     pub fn usage(&self, id: SequenceId) -> Result<KvUsage, PoolError> {
         let mut usage = KvUsage {
             tokens: self.len(id)?,
@@ -406,7 +407,7 @@ impl KvPool {
         Ok(usage)
     }
 
-    /// Bytes of all pages of all layers, whether in use or not.
+    /// Returns the bytes of all pages of all layers, whether in use or not.
     pub fn bytes(&self) -> usize {
         let of_layer = |layer: &LayerPages| {
             let branches = layer.branches.as_ref().map_or(0, Branches::bytes);
@@ -416,12 +417,12 @@ impl KvPool {
         self.layers.iter().map(of_layer).sum()
     }
 
-    /// The block tables of each pattern of the layers: the page and slot of each key.
+    /// Returns the block tables, one per pattern of the layers.
     pub fn page_pools(&self) -> impl Iterator<Item = &PagePool> {
         self.groups.iter().map(|group| &group.books)
     }
 
-    /// Checks everything that holds between two calls. Looks at every token of every sequence: for tests.
+    /// Checks all invariants that hold between two calls. Visits every token of every sequence, so it is for tests.
     ///
     /// # Errors
     /// [`PoolError::Cache`] with the first contradiction.
@@ -437,7 +438,7 @@ impl KvPool {
         self.verify_kept()
     }
 
-    /// The same of the books of every pattern. They are asked the same, so what one allows all do, unless it was checked before.
+    /// Makes the same call on the block tables of every pattern. If it may succeed on some and fail on others, the caller has to check first.
     fn each<T>(
         &mut self,
         mut f: impl FnMut(&mut PagePool) -> Result<T, CacheError>,
@@ -453,17 +454,17 @@ impl KvPool {
 }
 
 impl KvPool {
-    /// Attention of new rows of sequences to themselves and to what the pool, made by [`Self::for_attention`], holds of them.
+    /// Computes attention of new rows of sequences to themselves and to their keys in the pool, which [`Self::for_attention`] made.
     ///
-    /// Feeding sequences in pieces gives what [`SparseMultiHeadAttention::forward`] gives for the whole, as with
-    /// [`SparseMultiHeadAttention::forward_cache`]: pieces have to end where the pattern allows a boundary. After an error the pool is as it was.
+    /// Sequences fed in pieces give the result of [`SparseMultiHeadAttention::forward`] on the whole, as with
+    /// [`SparseMultiHeadAttention::forward_cache`]: pieces must end where the pattern allows a boundary. After an error the pool is unchanged.
     ///
     /// # Shapes
-    /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
+    /// - `x`: `[batch, seq, d_model]`; the first `steps[b].tokens` rows of entry `b` are used
     /// - result: `[batch, seq, d_model]`, with arbitrary values in the other rows
     ///
     /// # Panics
-    /// With the text of [`Self::try_forward_attention`]'s error.
+    /// With the message of [`Self::try_forward_attention`]'s error.
     #[track_caller]
     pub fn forward_attention(
         &mut self,
@@ -477,8 +478,8 @@ impl KvPool {
     /// [`Self::forward_attention`] that returns its error.
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward`]; if `x` is on a device with autodiff, `steps` are not as many as its entries, or the pool is not this
-    /// layer's; [`PoolError::Cache`] if a sequence is none of the pool's or is named twice, or there are too few pages;
+    /// Those of [`SparseMultiHeadAttention::try_forward`]; also if `x` is on a device with autodiff, the number of `steps` is not the batch size, or
+    /// the pool is not this layer's; [`PoolError::Cache`] if a sequence is not in the pool or named twice, or there are too few pages;
     /// [`TransformerError::ContextExceeded`], [`TransformerError::Boundary`].
     pub fn try_forward_attention(
         &mut self,
@@ -497,7 +498,7 @@ impl KvPool {
         })
     }
 
-    /// A step of all layers: what `forward` computes of rows at positions by the attention that it is given. After an error the pool is as it was.
+    /// Runs a step of all layers: calls `forward` with the rows' positions and the attention over the pool. After an error the pool is unchanged.
     fn run<T>(
         &mut self,
         layers: &[&SparseMultiHeadAttention],
@@ -517,7 +518,7 @@ impl KvPool {
         found
     }
 
-    /// The attention of a step's rows.
+    /// Returns the attention of a step's rows.
     fn attend<'a>(
         &'a mut self,
         step: &'a Step,
@@ -528,7 +529,7 @@ impl KvPool {
     }
 }
 
-/// Positions that there are: as many as a model says, and as the rotations of its layers know.
+/// Returns the number of positions: the least of the model's limit and the layers' rotation tables.
 pub(crate) fn context_of(
     layers: &[&SparseMultiHeadAttention],
     most: Option<usize>,
@@ -546,7 +547,7 @@ fn check_steps(steps: &[KvStep], batch: usize) -> Result<(), PoolError> {
 }
 
 impl KvPool {
-    /// That the pool was made for these layers, on the device of an input.
+    /// Checks that the pool was made for these layers, and is on the device of the input.
     fn check_layers(
         &self,
         layers: &[&SparseMultiHeadAttention],

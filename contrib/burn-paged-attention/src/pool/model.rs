@@ -1,4 +1,4 @@
-//! A model on a pool.
+//! Decoding of a model from a pool.
 
 use burn::tensor::{Int, Tensor};
 use burn_sparse_transformer::decoder::Decoder;
@@ -10,20 +10,20 @@ use crate::PoolError;
 
 /// Decoding of any model from a [`KvPool`].
 pub trait PagedDecoder: Decoder {
-    /// An empty pool for [`Self::forward_pool`].
+    /// Makes an empty pool for [`Self::forward_pool`].
     ///
     /// # Errors
-    /// As [`KvPool::for_attention`].
+    /// Those of [`KvPool::for_attention`].
     fn new_pool(&self, config: &KvPoolConfig) -> Result<KvPool, PoolError> {
         KvPool::for_layers(&self.attentions(), self.max_positions(), config)
     }
 
-    /// Logits for new tokens of sequences of a pool, which may have unequal lengths and unequally many new tokens.
+    /// Returns logits for new tokens of a pool's sequences. Lengths and numbers of new tokens may differ.
     ///
-    /// Feeding sequences in pieces gives the same rows as the whole; with patterns that are not causal pieces must end where every block's
-    /// pattern allows a boundary. A sequence's first tokens are read with the planned kernels if all of the batch are new to the pool, later ones attend to the
-    /// pages where they are. Where the pattern leaves out keys that are live, as a strided one does, or scores have ALiBi or a relative bias,
-    /// the slots that are read are gathered first. After an error the pool is as it was. Call it on [`Module::valid`](burn::module::Module::valid)'s copy.
+    /// Sequences fed in pieces give the same rows as the whole; with patterns that are not causal, pieces must end where every block's pattern
+    /// allows a boundary. A sequence's first tokens use the planned kernels if all sequences of the batch are empty; later ones attend to the pages
+    /// in place. If the pattern leaves out live keys, like a strided one, or scores have ALiBi or a relative bias, the slots are gathered first.
+    /// After an error the pool is unchanged. Call it on a copy from [`Module::valid`](burn::module::Module::valid).
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
@@ -49,11 +49,11 @@ pub trait PagedDecoder: Decoder {
     /// ```
     ///
     /// # Shapes
-    /// - `tokens`: `[batch, seq]`; of entry `b` the first `steps[b].tokens` count, and all are tokens of the vocabulary
+    /// - `tokens`: `[batch, seq]`; the first `steps[b].tokens` of entry `b` are used, and all must be in the vocabulary
     /// - output: `[batch, seq, vocab_size]`, with arbitrary values in the other rows
     ///
     /// # Panics
-    /// With the text of [`Self::try_forward_pool`]'s error.
+    /// With the message of [`Self::try_forward_pool`]'s error.
     #[track_caller]
     fn forward_pool(
         &self,
@@ -67,7 +67,7 @@ pub trait PagedDecoder: Decoder {
     /// [`Self::forward_pool`] that returns its error.
     ///
     /// # Errors
-    /// As [`KvPool::try_forward_attention`].
+    /// Those of [`KvPool::try_forward_attention`].
     fn try_forward_pool(
         &self,
         tokens: Tensor<2, Int>,
@@ -77,10 +77,10 @@ pub trait PagedDecoder: Decoder {
         Ok(self.logits(pooled(self, tokens, steps, pool, false)?)?)
     }
 
-    /// [`Self::forward_pool`] for the last tokens of sequences, which may end anywhere.
+    /// Like [`Self::forward_pool`], for the last tokens of sequences, which may end anywhere.
     ///
     /// # Panics
-    /// With the text of [`Self::try_forward_pool_end`]'s error.
+    /// With the message of [`Self::try_forward_pool_end`]'s error.
     #[track_caller]
     fn forward_pool_end(
         &self,
@@ -94,7 +94,7 @@ pub trait PagedDecoder: Decoder {
     /// [`Self::forward_pool_end`] that returns its error.
     ///
     /// # Errors
-    /// As [`Self::try_forward_pool`].
+    /// Those of [`Self::try_forward_pool`].
     fn try_forward_pool_end(
         &self,
         tokens: Tensor<2, Int>,
@@ -104,13 +104,13 @@ pub trait PagedDecoder: Decoder {
         Ok(self.logits(pooled(self, tokens, steps, pool, true)?)?)
     }
 
-    /// [`Self::forward_pool`], of which only the logits after each sequence's last token are computed.
+    /// Like [`Self::forward_pool`], but computes only the logits after each sequence's last token.
     ///
     /// # Shapes
     /// - output: `[batch, vocab_size]`
     ///
     /// # Errors
-    /// As [`Self::forward_pool`].
+    /// Those of [`Self::try_forward_pool`].
     fn next_logits(
         &self,
         tokens: Tensor<2, Int>,
@@ -137,7 +137,7 @@ pub trait PagedDecoder: Decoder {
 
 impl<M: Decoder> PagedDecoder for M {}
 
-/// What stands after the last layer in a step's rows.
+/// Returns the last layer's output for a step's rows.
 fn pooled<M: Decoder>(
     model: &M,
     tokens: Tensor<2, Int>,

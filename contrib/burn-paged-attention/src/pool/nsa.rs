@@ -1,4 +1,4 @@
-//! Layers of native sparse attention: what a pool holds of their branches, and decoding from it.
+//! Native sparse attention in a pool: storage of its branches, and decoding.
 //!
 //! ```text
 //! selected     all keys, in pages by the layer's pattern, which is causal
@@ -7,7 +7,7 @@
 //! tokens       the last ones of a block, from which the next pair is made, in pages of another
 //! ```
 //!
-//! So the block tables hold for all branches: copies after a fork, steps back, what is known of a beginning.
+//! Thus forks, rollbacks and prefix reuse work for all branches by the block tables.
 
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
@@ -23,19 +23,19 @@ use super::{Group, KvPoolConfig, KvUsage};
 use crate::PoolError;
 use crate::pages::SequenceId;
 
-/// What a layer keeps beside the keys and values that are chosen.
+/// Storage of a layer besides the keys and values of the selected branch.
 #[derive(Debug)]
 pub(super) struct Branches {
     /// Compressed pairs.
     pub entries: Store,
-    /// Inputs of the next compression.
+    /// Tokens for the next compression.
     pub tokens: Store,
     pub window: Option<Store>,
-    /// True if keys and values of the branches are others than those that are chosen.
+    /// True if the branches have their own keys and values.
     own: bool,
 }
 
-/// How a layer chooses pages.
+/// Returns a layer's page selection.
 pub(super) fn choice(
     nsa: &NsaHeads,
     config: &KvPoolConfig,
@@ -49,7 +49,7 @@ pub(super) fn choice(
     Ok(nsa.op().on_pages(page_size)?)
 }
 
-/// Of a layer's group, those of the other branches, which are made if there are none.
+/// Finds or makes the groups of the other branches of a layer's group.
 pub(super) fn groups(
     groups: &mut Vec<Group>,
     mha: &SparseMultiHeadAttention,
@@ -85,7 +85,7 @@ pub(super) fn groups(
 }
 
 impl Branches {
-    /// Of a layer in the group `at`, empty.
+    /// Makes the empty branches of a layer in the group `at`.
     pub(super) fn new(
         groups: &[Group],
         at: usize,
@@ -103,7 +103,7 @@ impl Branches {
         };
         Ok(Self {
             entries: store(at, nsa.stride, stored)?,
-            // They are few, and what is made of them is as exact as they are.
+            // They are few, and compression inherits their rounding.
             tokens: store(of.tokens, 1, Stored::Float(model))?,
             window: match of.window {
                 Some(at) => Some(store(at, 1, stored)?),
@@ -113,18 +113,18 @@ impl Branches {
         })
     }
 
-    /// Returns whether steps can be recorded: 8-bit elements are unpacked with constants of the host.
+    /// Returns whether steps can be captured. Unpacking 8-bit elements needs uploaded constants, which cannot.
     pub(super) fn is_recordable(&self) -> bool {
         !self.entries.is_quantized()
     }
 
-    /// Bytes of all pages.
+    /// Returns the bytes of all pages.
     pub(super) fn bytes(&self) -> usize {
         let window = self.window.as_ref().map_or(0, Store::bytes);
         self.entries.bytes() + self.tokens.bytes() + window
     }
 
-    /// Adds what a sequence takes in a layer of the group `at`.
+    /// Adds the memory of a sequence in a layer of the group `at`.
     pub(super) fn add_usage(
         &self,
         groups: &[Group],

@@ -1,4 +1,4 @@
-//! Native sparse attention of new rows to what a pool holds of its branches.
+//! Native sparse attention of new rows to its branches in a pool.
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_select::nsa::NsaBranches;
@@ -14,7 +14,7 @@ use super::{KvPool, LayerPages, Step};
 use crate::PagedKeysValues;
 
 impl Layer<'_> {
-    /// What heads of native sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
+    /// Returns the outputs of native sparse attention in a step of a pool, `[batch, heads, seq, d_v]`.
     pub(super) fn nsa_step(
         &self,
         x: Tensor<3>,
@@ -92,7 +92,7 @@ impl Layer<'_> {
         Ok(seen.gated(gates)?)
     }
 
-    /// The first two branches of queries `[batch, heads, s, d_k]`, each of which has a page list of its own.
+    /// Computes the compressed and the selected branch of queries `[batch, heads, s, d_k]`, each with its own page list.
     fn attend_compressed_and_chosen(
         &self,
         nsa: &NsaHeads,
@@ -115,7 +115,7 @@ impl Layer<'_> {
             let positions = positions.reshape([batch, count]);
             let seen = (nsa.op()).of_strides(rows, compressed.clone(), &positions)?;
             by_pairs.push(seen.out);
-            // Where there is no more than what is chosen, there is no choice.
+            // If the list is no longer than the selection, nothing is selected.
             let selected = match places > choice.selected_pages() {
                 true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
                 false => None,

@@ -1,4 +1,4 @@
-//! What a step of a pool tells layers of native sparse attention: which compressed blocks end with its tokens.
+//! Inputs of a step for native sparse attention: the compressed blocks that end with its tokens.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::{Group, KvStep};
 use crate::PoolError;
 use crate::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
 
-/// The groups of the branches that have books of their own.
+/// Groups of the branches with block tables of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BranchGroups {
     pub tokens: usize,
@@ -23,18 +23,18 @@ fn ends(nsa: &NsaHeadsConfig, position: usize) -> bool {
     (position + 1).is_multiple_of(nsa.stride) && position + 1 >= nsa.block
 }
 
-/// Slots of the compressed pairs of keys that are stored, in pages of `page_size / stride`.
+/// Returns the slots of the stored compressed pairs, in pages of `page_size / stride`.
 pub(super) fn entry_slots(nsa: &NsaHeadsConfig, page_size: usize, keys: &[SlotKey]) -> Vec<i32> {
     let ended = keys.iter().filter(|key| ends(nsa, key.position));
     let slot = |slot: Slot| ((slot.page * page_size + slot.slot) / nsa.stride) as i32;
     ended.map(|key| slot(key.slot)).collect()
 }
 
-/// What a step tells a layer about its compressed pairs.
+/// Inputs of a layer for its compressed pairs.
 #[derive(Debug)]
 pub(super) struct NsaStep {
     pub groups: BranchGroups,
-    /// Of pages of compressed pairs.
+    /// Copies of pages of compressed pairs.
     pub copies: Option<Copies>,
     pub ended: Option<Ended>,
 }
@@ -42,15 +42,15 @@ pub(super) struct NsaStep {
 /// Blocks that end with the tokens of a step.
 #[derive(Debug)]
 pub(super) struct Ended {
-    /// None where all tokens are the step's own. Otherwise the rows of all pages that the blocks have, `[blocks · kv_heads · block]`, and the positions of
-    /// their last tokens, `[blocks]`.
+    /// None if all tokens are the step's own. Otherwise the rows of the blocks among those of all pages, `[blocks · kv_heads · block]`, and the
+    /// positions of their last tokens, `[blocks]`.
     pub of_pages: Option<[Tensor<1, Int>; 2]>,
     /// `[batch or blocks, 1, blocks of an entry]`
     pub slots: Tensor<3, Int>,
 }
 
 impl NsaStep {
-    /// Of the group `at`; `writes` are those of all groups.
+    /// Makes the inputs of the group `at`; `writes` are those of all groups.
     pub(super) fn new(
         groups: &[Group],
         at: usize,
@@ -89,7 +89,7 @@ impl NsaStep {
 }
 
 impl Ended {
-    /// Of prompts, which begin with the first token.
+    /// For prompts, which begin with the first token.
     fn of_prompts(
         nsa: &NsaHeadsConfig,
         writes: &[Writes],
@@ -100,7 +100,7 @@ impl Ended {
         let slots = writes.iter().flat_map(|writes| {
             (0..count).map(|entry| {
                 let last = entry * nsa.stride + nsa.block - 1;
-                // Of places after a prompt none.
+                // Entries after a prompt's end are not stored.
                 let slot = (last < writes.tokens).then(|| writes.slots[last]);
                 slot.map_or(-1, |slot| slot.div_euclid(nsa.stride as i32))
             })
@@ -111,7 +111,7 @@ impl Ended {
         })
     }
 
-    /// Of sequences that go on: their tokens are in pages.
+    /// For sequences with earlier tokens, which are in pages.
     fn of_pages(
         nsa: &NsaHeadsConfig,
         (tokens, steps): (&Group, &[KvStep]),
@@ -133,7 +133,7 @@ impl Ended {
     }
 }
 
-/// Blocks that end: rows of their tokens, head after head, positions of the last ones, and slots of their pairs.
+/// Blocks that end: rows of their tokens, head after head, positions of their last tokens, and slots of their pairs.
 #[derive(Default)]
 struct Rows {
     ids: Vec<i32>,
@@ -142,7 +142,7 @@ struct Rows {
 }
 
 impl Rows {
-    /// Those of a sequence, whose tokens are in pages of the group; whether there are some.
+    /// Adds the blocks of a sequence, whose tokens are in pages of the group. Returns whether there are any.
     fn add(
         &mut self,
         nsa: &NsaHeadsConfig,
@@ -174,7 +174,7 @@ impl Rows {
     }
 }
 
-/// What recorded steps of one token a sequence read of blocks that end: as many rows whether one does or not.
+/// Inputs of captured steps of one token per sequence. They have a block per sequence, whether one ends or not.
 pub(super) struct NsaInputs {
     groups: BranchGroups,
     /// `[batch · kv_heads · block]`
@@ -202,7 +202,7 @@ impl NsaInputs {
         }))
     }
 
-    /// Writes which blocks end, of a group of all groups.
+    /// Writes the blocks that end, for one of the groups.
     pub(super) fn write(
         &self,
         groups: &[Group],
@@ -213,7 +213,7 @@ impl NsaInputs {
         let mut rows = Rows::default();
         for (&id, writes) in batch.iter().zip(writes) {
             if !rows.add(nsa, (&groups[self.groups.tokens], id), writes)? {
-                // Some rows, of which nothing is stored.
+                // A dummy block, which is not stored.
                 rows.ids.extend(vec![0; group.key.kv_heads * nsa.block]);
                 rows.last.push(0);
                 rows.slots.push(-1);

@@ -1,13 +1,13 @@
-//! Which keys a cache keeps, as text.
+//! Text notation of cache policies.
 
 use std::str::FromStr;
 
 use super::{CacheError, EvictionConfig, EvictionScore, KvPoolConfig, KvRetention, ScoreSmoothing};
 
-/// The largest number of [`CachePolicy::NOTATION`].
+/// The largest number in [`CachePolicy::NOTATION`].
 const MOST: usize = 1 << 30;
 
-/// Keys that a cache retains: by position, or by attention.
+/// Retention of keys by position, or eviction by attention.
 ///
 /// ```
 /// use burn_paged_attention::pool::{CachePolicy, EvictionConfig, KvPoolConfig};
@@ -33,8 +33,8 @@ impl Default for CachePolicy {
 }
 
 impl CachePolicy {
-    /// The texts that are read. H: keys of the highest scores, R: newest keys, S: first keys, C: keys in all, M: newest queries, F: adjacent keys that scores are
-    /// pooled over.
+    /// Accepted texts. H: keys with the highest scores, R: newest keys, S: first keys, C: keys in total, M: newest queries, F: adjacent keys that
+    /// are pooled.
     pub const NOTATION: &str = "all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, snapkv:C,M,F, key-norm:C or combined:S,R,H, \
                                 with whole numbers up to 1073741824";
 }
@@ -86,7 +86,7 @@ fn parse(text: &str) -> Option<CachePolicy> {
 }
 
 impl KvPoolConfig {
-    /// Keeps keys by `policy`, where a call reads `longest` tokens at most: all keys of a call are stored until keys are left out.
+    /// Applies `policy`. `longest` is the most tokens of a call, because all keys of a call are stored before any are evicted.
     pub fn with_policy(self, policy: CachePolicy, longest: usize) -> Self {
         match policy {
             CachePolicy::Retain(residency @ KvRetention::Window { .. }) => {

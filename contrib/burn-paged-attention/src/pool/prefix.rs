@@ -1,23 +1,23 @@
-//! Sequences that begin as others did.
+//! Prefix reuse: sequences that begin with the same tokens.
 
 use super::KvPool;
 use crate::PoolError;
 use crate::pages::SequenceId;
 
 impl KvPool {
-    /// Tells what the tokens of a sequence are, from its first one on: sequences that begin alike find its full pages with
-    /// [`join_with_prefix`](Self::join_with_prefix), also after it has left, until the pages are needed. In a pool made with
+    /// Registers the tokens of a sequence, from its first one on, so that [`join_with_prefix`](Self::join_with_prefix) finds its full pages, even
+    /// after it has left, until the pages are needed. The pool must be made with
     /// [`KvPoolConfig::with_prefix_reuse`](super::KvPoolConfig::with_prefix_reuse).
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or the pool does not know pages again.
+    /// [`PoolError::Cache`] if the sequence does not exist or has fewer tokens, or the pool has no prefix reuse.
     pub fn remember(&mut self, id: SequenceId, tokens: &[u32]) -> Result<(), PoolError> {
-        // All patterns are asked the same, and what is wrong with it is wrong for the first.
+        // All block tables get the same arguments, so an error occurs in the first or in none.
         self.each(|books| books.remember(id, tokens))
     }
 
-    /// A new sequence that has as much of a prompt's beginning as is known of all layers, in whole pages and without its last token, and how many tokens that
-    /// is: the rest is fed as always.
+    /// Adds a sequence with as much of a prompt's beginning as is known in all layers, in whole pages and without its last token. Also returns the
+    /// number of those tokens; feed the rest as usual.
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
@@ -47,10 +47,10 @@ impl KvPool {
     /// ```
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if the pool does not know pages again.
+    /// [`PoolError::Cache`] if the pool has no prefix reuse.
     pub fn join_with_prefix(&mut self, prompt: &[u32]) -> Result<(SequenceId, usize), PoolError> {
         let residency = self.residency;
-        // Layers forget, and patterns allow stops, at different places.
+        // Layers forget pages, and patterns allow boundaries, at different places.
         let mut prompt = prompt;
         loop {
             let known = self
@@ -64,7 +64,7 @@ impl KvPool {
             prompt = &prompt[..least + 1];
         }
         for group in &mut self.groups {
-            // Pages that nobody named are not in it.
+            // It lacks pages that no sequence referenced.
             group.sight = None;
         }
         self.each(|books| books.join_with_prefix(residency, prompt, usize::MAX))

@@ -1,4 +1,4 @@
-//! Steps of one token a sequence, recorded once and replayed.
+//! Decoding steps that are captured once and replayed.
 
 use std::cell::{Ref, RefCell, RefMut};
 use std::rc::Rc;
@@ -22,15 +22,15 @@ use super::{Group, KvPool, KvPositions, KvRetention, KvStep, Step};
 use crate::pages::{SequenceId, Writes};
 use crate::{PagedVisibility, PoolError};
 
-/// A model with its pool. Steps with as many tokens for each sequence of a batch are captured once and replayed as one launch where the device can
-/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The results are those of [`PagedDecoder::next_logits`] and
-/// [`PagedDecoder::forward_pool`] either way.
+/// A model with its pool, whose decoding steps are captured in a graph. Steps with the same number of rows per sequence are captured once per batch
+/// and replayed as one launch if the device can (CUDA): see [`CapturedGraph`]. Elsewhere they run launch by launch. Results equal those of
+/// [`PagedDecoder::next_logits`] and [`PagedDecoder::forward_pool`].
 ///
-/// The first three steps of a batch run, the fourth is captured. Sequences may get fewer tokens than a step has rows, as with drafts. Another batch,
-/// or a step that cannot be captured, runs by itself; [`fallback_reason`](Self::fallback_reason) says why, and the next batch is captured anew. Keys
-/// are evicted between replays, by scores that replays sum. After a replay that fails the pool must not be used.
+/// The first three steps of a batch run normally, the fourth is captured. Sequences may get fewer tokens than a step has rows, as with drafts. A
+/// step of another batch, or one that cannot be captured, runs normally; [`fallback_reason`](Self::fallback_reason) says why, and the next batch is
+/// captured anew. Keys are evicted between replays, by scores that replays sum. After a failed replay the pool must not be used.
 ///
-/// It stays on its thread, as captured graphs do.
+/// Like captured graphs, it is not `Send`.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -59,29 +59,29 @@ pub struct GraphDecoder<M> {
     pool: Rc<RefCell<KvPool>>,
     recording: Option<Recording>,
     records: bool,
-    /// Why the last step was none of a recording.
+    /// Why the last step was not part of a recording.
     reason: Option<&'static str>,
 }
 
 type Pass = Box<dyn FnMut() -> Result<Tensor<3>, TransformerError>>;
 
-/// What is recorded of one batch.
+/// Recording of one batch.
 struct Recording {
     batch: Vec<SequenceId>,
     inputs: Rc<Inputs>,
     replayed: CapturedGraph<Tensor<3>, Pass>,
-    /// [`Evictor::moves`] by then, and [`Evictor::evictions`] that its tables are of.
+    /// [`Evictor::moves`] at the time, and the [`Evictor::evictions`] that its tables reflect.
     moves: usize,
     evictions: usize,
 }
 
-/// What a replay reads.
+/// Inputs that a replay reads.
 struct Inputs {
     /// `[batch, s]`
     tokens: StaticInput<2, Int>,
     /// `[batch · s]`
     positions: StaticInput<1, Int>,
-    /// `[batch]`: the positions of the first tokens.
+    /// `[batch]`: positions of the first tokens.
     first: StaticInput<1, Int>,
     groups: Vec<GroupInputs>,
     /// [`Watch::calls`] and [`Watch::slots`], if keys are evicted.
@@ -97,21 +97,22 @@ struct GroupInputs {
     table: StaticInput<3, Int>,
     /// `[batch, T, 4]`
     spans: StaticInput<3, Int>,
-    /// Positions of the slots and the last queries that see them, `[batch · T · s]`, where not all queries see all slots.
+    /// Positions of the slots and the last queries that see them, `[batch · T · s]`; None if all queries see all slots.
     sight: Option<[StaticInput<1, Int>; 2]>,
-    /// Pages that all sequences share and that are read once, and how many those are.
+    /// Pages that all sequences share and that are read once, and their number.
     prefix: (Option<Box<PageLists>>, usize),
-    /// How queries choose pages, if they do.
+    /// Page selection, if any.
     choice: Option<PageChoice>,
-    /// Blocks that end, of native sparse attention.
+    /// Compressed blocks that end, for native sparse attention.
     nsa: Option<NsaInputs>,
 }
 
 impl<M: Decoder + 'static> GraphDecoder<M> {
-    /// Takes a model and a pool of it.
+    /// Wraps a model and its pool.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if the pool is another model's, or the model is on a device with autodiff.
+    /// [`TransformerError::Argument`](burn_sparse_transformer::TransformerError::Argument) if the pool is another model's, or the model is on a
+    /// device with autodiff.
     pub fn new(model: M, pool: KvPool) -> Result<Self, PoolError> {
         let layers = model.attentions();
         pool.check_layers(&layers, &layers[0].key.weight.device())?;
@@ -124,24 +125,24 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         })
     }
 
-    /// Sets whether steps are recorded where the device can. Default: yes.
+    /// Sets whether steps are captured if the device can. Default: yes.
     #[must_use]
     pub fn recording(mut self, records: bool) -> Self {
         self.records = records;
         self
     }
 
-    /// The pool.
+    /// Returns the pool.
     pub fn pool(&self) -> Ref<'_, KvPool> {
         self.pool.borrow()
     }
 
-    /// The pool, for sequences to join, leave, fork and go back.
+    /// Returns the pool mutably, for sequences to join, leave, fork and roll back.
     pub fn pool_mut(&mut self) -> RefMut<'_, KvPool> {
         self.pool.borrow_mut()
     }
 
-    /// The model.
+    /// Returns the model.
     pub fn model(&self) -> &M {
         &self.model
     }
@@ -151,19 +152,20 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         (self.recording.as_ref()).is_some_and(|recording| recording.replayed.is_recorded())
     }
 
-    /// Why steps run one by one, once that is known.
+    /// Returns why steps are not replayed, once that is known.
     pub fn fallback_reason(&self) -> Option<&str> {
         let of_recording = || self.recording.as_ref()?.replayed.fallback_reason();
         self.reason.or_else(of_recording)
     }
 
-    /// [`PagedDecoder::next_logits`] of tokens `[batch, seq]`, row by row. The next step may write where the logits are. Steps of one token are recorded.
+    /// Like [`PagedDecoder::next_logits`], for tokens `[batch, seq]`, row by row. The next step may overwrite the logits. Steps of one token are
+    /// captured.
     ///
     /// # Shapes
     /// - output: `[batch, vocab_size]`
     ///
     /// # Errors
-    /// As [`PagedDecoder::next_logits`]; also if the tokens are no whole number of rows.
+    /// Those of [`PagedDecoder::next_logits`]; also if the tokens are not a whole number of rows.
     pub fn next_logits(
         &mut self,
         tokens: &[u32],
@@ -183,14 +185,14 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             .next_logits(tokens, steps, &mut self.pool.borrow_mut())
     }
 
-    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits after each. The next step may write
-    /// where they are. So drafts are checked; those that are refused are taken back by [`KvPool::truncate`].
+    /// Like [`PagedDecoder::forward_pool`], for tokens `[batch, seq]`, row by row; sequences may have fewer. Returns the logits after each token,
+    /// which the next step may overwrite. It verifies drafts; [`KvPool::truncate`] rolls the rejected ones back.
     ///
     /// # Shapes
     /// - output: `[batch, seq, vocab_size]`
     ///
     /// # Errors
-    /// As [`PagedDecoder::try_forward_pool`]; also if the tokens are no whole number of rows.
+    /// Those of [`PagedDecoder::try_forward_pool`]; also if the tokens are not a whole number of rows.
     pub fn all_logits(&mut self, tokens: &[u32], steps: &[KvStep]) -> Result<Tensor<3>, PoolError> {
         let seq = rows(tokens, steps)?;
         if self.records {
@@ -199,7 +201,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         if self.records && self.reason.is_none() {
             return self.replay(tokens, steps, seq);
         }
-        // What this writes may be elsewhere than where a recording writes.
+        // This step may write to other buffers than the recording does.
         self.recording = None;
         let tokens = self.tensor(tokens, steps.len());
         self.model
@@ -217,7 +219,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         steps: &[KvStep],
         seq: usize,
     ) -> Result<Tensor<3>, PoolError> {
-        // A recording writes what is known of keys where it is, and only then.
+        // A replay writes the eviction state in place, so only other steps keep a copy of it.
         let recording = self.recording.as_ref();
         let is_kept = recording.is_none_or(|recording| !recording.replayed.replays_next());
         let advance = self
@@ -285,7 +287,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         Ok(logits)
     }
 
-    /// Nothing is recorded yet, but what will be reads these inputs.
+    /// Makes the inputs of a recording; the next steps run, and then are captured, with them.
     fn record(&self, batch: Vec<SequenceId>, seq: usize) -> Result<Recording, PoolError> {
         let mut pool = self.pool.borrow_mut();
         let device = pool.device.clone();
@@ -335,7 +337,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
     }
 }
 
-/// Tokens of each sequence in rows of a batch.
+/// Returns the tokens of each sequence in rows of a batch.
 fn rows(tokens: &[u32], steps: &[KvStep]) -> Result<usize, PoolError> {
     let batch = steps.len();
     blocksparse::ensure! {
@@ -386,7 +388,7 @@ impl Recording {
 }
 
 impl Inputs {
-    /// The step that the layers take.
+    /// Makes the step that the layers read.
     fn step(&self, pool: &mut KvPool) -> Step {
         let groups = self.groups.iter().zip(&mut pool.groups);
         let groups = groups.map(|(inputs, group)| GroupStep {
@@ -418,7 +420,8 @@ impl Inputs {
 }
 
 impl GroupInputs {
-    /// With a table for all that the context holds, all that stays where keys are evicted, or all pages if there is none.
+    /// Allocates inputs with a table wide enough for the whole context, for the retained keys if keys are evicted, or for all pages if there is no
+    /// limit.
     fn new(
         group: &Group,
         (batch, seq): (&[SequenceId], usize),
@@ -433,7 +436,7 @@ impl GroupInputs {
                 .saturating_add(seq)
         });
         let most = most.into_iter().chain(pool.context).min();
-        // Both regions end with a page that is not full.
+        // Both regions may end with a page that is not full.
         let of_context = |context: usize| 2 * (context.div_ceil(config.page_size()) + 1);
         let entries = most.map_or(usize::MAX, of_context);
         let now = group.books.tables(batch)?.max_pages;
@@ -460,7 +463,7 @@ impl GroupInputs {
         })
     }
 
-    /// Writes what slots are seen of, where not all queries see all of them.
+    /// Writes the visibility of the new slots, unless all queries see all slots.
     fn visibility(&self, group: &mut Group, first: Tensor<1, Int>) -> Option<PagedVisibility> {
         let [positions, last] = self.sight.as_ref()?;
         let slots = self.slots.tensor();
@@ -470,7 +473,7 @@ impl GroupInputs {
         Some(group.sight.insert(sight).of_queries(first))
     }
 
-    /// Writes where a step's keys go and where those of the batch are; the table only if it is new or changed.
+    /// Writes the slots of a step's keys and the spans of the batch. Writes the table only if it is new or changed.
     fn write(
         &self,
         group: &Group,
@@ -493,7 +496,7 @@ impl GroupInputs {
         let (_, shared) = self.prefix;
         let spans = step::own_spans(&group.books, batch, shared)?;
         overwrite(&self.spans, spans)?;
-        // Nobody has uploaded the table since an eviction or a change of sequences.
+        // The table is not uploaded elsewhere after an eviction or a change of sequences.
         if is_new || writes.iter().any(|writes| !writes.changes.is_empty()) {
             let tables = group.books.tables(batch)?;
             let [_, _, entries] = self.table.dims();
@@ -511,19 +514,19 @@ impl GroupInputs {
 }
 
 impl Group {
-    /// Returns whether queries of a step see all slots, or choose those that they see.
+    /// Returns whether queries of a step see all slots, or select the ones that they see.
     pub(super) fn sees_all(&self, is_single: bool, residency: KvRetention) -> bool {
         is_single && self.books.single_sees_all(residency) || self.is_apart()
     }
 
-    /// Returns whether no pages are read once for all sequences: what is chosen is chosen by each.
+    /// Returns whether each query selects its own keys, so that no pages are read once for all sequences.
     pub(super) fn is_apart(&self) -> bool {
         self.choice.is_some() || self.key.indexer.is_some()
     }
 }
 
 impl KvPool {
-    /// Why a step cannot be recorded, if it cannot: more must differ from step to step than lengths, tables and what is seen.
+    /// Returns why a step cannot be captured, if it cannot: more than lengths, tables and visibility would differ from step to step.
     fn refuses(&self, steps: &[KvStep], seq: usize) -> Result<Option<&'static str>, PoolError> {
         let mut is_new = seq > 1;
         for step in steps {

@@ -1,4 +1,4 @@
-//! A sequence on its way to a file, or to another pool.
+//! Saving and loading of a sequence, to a file or another pool.
 
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_sparse_transformer::TransformerError;
@@ -13,14 +13,14 @@ use crate::pages::{CacheError, SavedSequence, SequenceId};
 
 const VERSION: u32 = 1;
 
-/// The keys and values of a sequence of a [`KvPool`], those that are retained, in the order of their positions. It is serialized with serde, in whatever
-/// format holds bytes.
+/// The retained keys and values of a sequence of a [`KvPool`], in the order of their positions. Serialized with serde, in any format that holds
+/// bytes.
 ///
 /// It belongs to the model that made it: layers, patterns, heads, widths and dtypes are compared when it is loaded, weights and rotations are not.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct KvSnapshot {
     version: u32,
-    /// Of each pattern of the layers.
+    /// One per pattern of the layers.
     books: Vec<SavedSequence>,
     layers: Vec<SavedLayer>,
 }
@@ -28,45 +28,45 @@ pub struct KvSnapshot {
 /// Rows of one layer, head after head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct SavedLayer {
-    /// Which of the books.
+    /// Index into the block tables.
     books: usize,
     kind: String,
     rows: Vec<TensorData>,
 }
 
-/// What of a layer is stored in pages.
+/// A paged tensor of a layer.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     layer: usize,
     kind: PartKind,
-    /// Whose books say where.
+    /// Index of the group whose block tables hold its slots.
     group: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum PartKind {
     Keys,
-    /// Of native sparse attention: compressed pairs, what is compressed, and the window.
+    /// Native sparse attention: compressed pairs, tokens to compress, and the window.
     Entries,
     Tokens,
     Window,
-    /// Of DeepSeek sparse attention: an indexer's keys.
+    /// Keys of an indexer (DeepSeek or MiniMax sparse attention).
     Index,
 }
 
 impl KvSnapshot {
-    /// Tokens of the sequence.
+    /// Returns the tokens of the sequence.
     pub fn tokens(&self) -> usize {
         self.books.first().map_or(0, SavedSequence::tokens)
     }
 }
 
 impl KvPool {
-    /// Returns a sequence with its keys and values; it also stays in the pool.
+    /// Saves a sequence with its keys and values. It also stays in the pool.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if there is no such sequence; [`TransformerError::Argument`] if the pool evicts keys: what they are chosen by is not
-    /// saved.
+    /// [`PoolError::Cache`] if the sequence does not exist; [`TransformerError::Argument`] if the pool evicts keys, because the state of eviction is
+    /// not saved.
     pub fn save(&self, id: SequenceId) -> Result<KvSnapshot, PoolError> {
         self.check_saved()?;
         let books = self.groups.iter().map(|group| group.books.save(id));
@@ -91,18 +91,18 @@ impl KvPool {
         })
     }
 
-    /// A sequence as it was saved, from this pool or another one of the same layers, whose pages may have another size. Nothing that was read is trusted,
-    /// and nothing has changed after an error.
+    /// Adds a saved sequence, from this pool or another one of the same layers, whose page size may differ. Input is not trusted. Nothing has
+    /// changed after an error.
     ///
     /// # Errors
-    /// [`PoolError::Cache`] if it is of other layers or patterns, is stored otherwise, contradicts itself, or there are too few pages.
+    /// [`PoolError::Cache`] if layers, patterns or storage differ, the data is inconsistent, or there are too few pages.
     pub fn load(&mut self, saved: &KvSnapshot) -> Result<SequenceId, PoolError> {
         self.check_saved()?;
         CacheError::expect_same("version", VERSION, saved.version)?;
         let parts = self.parts();
         CacheError::expect_same("layers", parts.len(), saved.layers.len())?;
         CacheError::expect_same("patterns", self.groups.len(), saved.books.len())?;
-        // Before anything is made of their numbers.
+        // Validate before allocating by these sizes.
         let mut keys = Vec::with_capacity(saved.books.len());
         for (group, books) in self.groups.iter().zip(&saved.books) {
             CacheError::expect_same("tokens", saved.tokens(), books.tokens())?;
@@ -153,7 +153,7 @@ impl KvPool {
             if !saved.rows.is_empty() {
                 let slots = self.slots_of(part, loaded[part.group])?;
                 let ids = self.rows_of(part, &slots);
-                // As many as were saved, unless keys are missing.
+                // As many rows as were saved, unless keys are missing.
                 let rows = saved.rows[0].shape()[0];
                 CacheError::expect_same("rows", ids.dims()[0], rows)?;
                 let device = self.device.clone();
@@ -173,7 +173,7 @@ impl KvPool {
         first.ok_or_else(|| PoolError::argument("pool", "one of some layers", "none"))
     }
 
-    /// All that is stored.
+    /// Lists all paged tensors.
     fn parts(&self) -> Vec<Part> {
         let mut parts = Vec::with_capacity(self.layers.len());
         for (layer, pages) in self.layers.iter().enumerate() {
@@ -217,7 +217,7 @@ impl KvPool {
         .ok_or_else(lost)
     }
 
-    /// The slots of a sequence in each table row, in the order of its keys.
+    /// Returns the slots of a sequence in each table row, in the order of its keys.
     fn slots_of(&self, part: Part, id: SequenceId) -> Result<Vec<Vec<i32>>, PoolError> {
         let Group { key, books, .. } = &self.groups[part.group];
         let page_size = books.config().page_size();
@@ -233,7 +233,7 @@ impl KvPool {
         (0..books.table_rows()).map(of_row).collect()
     }
 
-    /// Rows of all pages of slots of table rows, head after head.
+    /// Returns the rows, among those of all pages, of slots of table rows, head after head.
     fn rows_of(&self, part: Part, slots: &[Vec<i32>]) -> Tensor<1, Int> {
         let Group { key, books, .. } = &self.groups[part.group];
         let kv_heads = key.kv_heads;

@@ -1,4 +1,4 @@
-//! Which queries see which slots, on the device.
+//! Visibility of slots to queries, on the device.
 
 use burn::tensor::{Device, Int, Tensor};
 
@@ -7,8 +7,8 @@ use crate::PagedVisibility;
 use crate::paged::write_integers;
 use crate::pages::{PagePool, Writes};
 
-/// The position of each slot of a pool and the last query that sees it. Made of all sequences once; then a step writes its own slots where they are, however
-/// large the pool is. Slots that were evicted keep what they had: no page list comes by them before they are written again.
+/// Position of each slot of a pool and the last query that sees it. Built from all sequences once; then each step writes its own slots in place,
+/// whatever the size of the pool. Evicted slots keep their values: no page list has them before they are written again.
 #[derive(Debug)]
 pub(super) struct Sight {
     /// `[pages · P]`
@@ -19,7 +19,7 @@ pub(super) struct Sight {
 }
 
 impl Sight {
-    /// Of what the books hold, the step that goes on included.
+    /// Builds the state from the block tables, which include the present step.
     pub(super) fn new(books: &PagePool, device: &Device) -> Self {
         let shape = [books.config().pages(), books.config().page_size()];
         let [positions, last] = books
@@ -32,7 +32,7 @@ impl Sight {
         }
     }
 
-    /// What a step changes: copies of pages, then new keys.
+    /// Applies a step: copies of pages, then new keys.
     pub(super) fn apply(mut self, writes: &[Writes], device: &Device) -> Self {
         let copies = writes.iter().flat_map(|writes| &writes.copies);
         let (mut from, mut to) = (Vec::new(), Vec::new());
@@ -52,7 +52,7 @@ impl Sight {
         self.write(new_keys(writes), device)
     }
 
-    /// Writes slots with their positions, and the last queries that see them.
+    /// Writes slots with their positions and last queries.
     pub(super) fn write(self, slots: Vec<(i32, i32, i32)>, device: &Device) -> Self {
         if slots.is_empty() {
             return self;
@@ -62,7 +62,7 @@ impl Sight {
         self.written(slots, positions, last)
     }
 
-    /// The same of tensors; negative slots are left out.
+    /// Like [`Self::write`], from tensors. Negative slots are skipped.
     pub(super) fn written(
         mut self,
         slots: Tensor<1, Int>,
@@ -74,7 +74,7 @@ impl Sight {
         self
     }
 
-    /// For queries of which the first of each sequence is at these positions.
+    /// Makes the input for queries that begin at these positions.
     pub(super) fn of_queries(&self, first: Tensor<1, Int>) -> PagedVisibility {
         PagedVisibility {
             positions: self.positions.clone().reshape(self.shape),
@@ -84,7 +84,7 @@ impl Sight {
     }
 }
 
-/// Slots of new keys, their positions, and the last queries that see them.
+/// Returns the slots of new keys, their positions, and the last queries that see them.
 pub(super) fn new_keys(writes: &[Writes]) -> Vec<(i32, i32, i32)> {
     let of = |writes: &Writes| {
         let pairs = writes.slots.iter().zip(&writes.last).enumerate();
@@ -96,7 +96,6 @@ pub(super) fn new_keys(writes: &[Writes]) -> Vec<(i32, i32, i32)> {
     writes.iter().flat_map(of).collect()
 }
 
-/// Slots, positions and last queries apart.
 pub(super) fn columns(slots: Vec<(i32, i32, i32)>) -> [Vec<i32>; 3] {
     let (slots, (positions, last)) = slots.into_iter().map(|(a, b, c)| (a, (b, c))).unzip();
     [slots, positions, last]

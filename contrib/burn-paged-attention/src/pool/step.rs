@@ -1,4 +1,4 @@
-//! What one call tells the layers, made once for all layers of a pattern.
+//! Inputs of a call for the layers, made once for all layers of a pattern.
 
 use std::collections::BTreeMap;
 
@@ -17,10 +17,11 @@ use super::store::{Copies, Store, ints};
 use crate::pages::{PagePool, SequenceId, SlotKey, Writes};
 use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
 
-/// Added to the scores of pairs that do not count.
+/// Added to the scores of masked pairs.
 pub(super) const HIDDEN: f32 = -1e30;
 
-/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows after a sequence's own have any.
+/// Returns the positions of a call's rows, from each sequence's start on. They are clamped to the context: rows after a sequence's own have
+/// arbitrary positions.
 pub(super) fn positions_of(
     starts: &[usize],
     seq: usize,
@@ -39,18 +40,18 @@ pub(super) fn positions_of(
     Positions::Listed(Box::new(ints(listed, [count], device)))
 }
 
-/// What the layers of a pattern are told.
+/// Inputs for the layers of a pattern.
 #[derive(Debug)]
 pub(super) struct GroupStep {
     pub copies: Option<Copies>,
-    /// The same of an indexer's keys, if there is one.
+    /// Copies of an indexer's keys.
     pub index_copies: Option<Copies>,
     /// `[batch, T, s]`
     pub slots: Tensor<3, Int>,
     pub road: Road,
-    /// Pages whose keys were evicted.
+    /// Pages that became free.
     pub freed: Vec<usize>,
-    /// Of native sparse attention.
+    /// Inputs for native sparse attention.
     pub nsa: Option<NsaStep>,
 }
 
@@ -64,7 +65,7 @@ impl GroupStep {
         self.write_copied(store, self.copies.as_ref(), pair)
     }
 
-    /// The same after other copies than those of keys and values.
+    /// Like [`Self::write`], with other page copies.
     pub(super) fn write_copied(
         &self,
         store: &mut Store,
@@ -79,18 +80,18 @@ impl GroupStep {
     }
 }
 
-/// How attention is computed.
+/// Path of the computation.
 #[derive(Debug)]
 pub(super) enum Road {
-    /// Nothing is in the cache: over the layers' own layout. Of sequences of different lengths, how long each is.
+    /// Over the layers' own layout, because the cache is empty. With the lengths if sequences differ in length.
     Dense(Option<Vec<usize>>),
-    /// From the pages where they are.
+    /// From the pages in place.
     Paged(Box<PageLists>),
-    /// From the slots in use, gathered.
+    /// From slots that are gathered first.
     Gathered(Box<Gathered>),
 }
 
-/// The page lists of a batch.
+/// Page lists of a batch.
 #[derive(Clone, Debug)]
 pub(super) struct PageLists {
     pub table: Tensor<3, Int>,
@@ -98,25 +99,25 @@ pub(super) struct PageLists {
     pub visibility: Option<PagedVisibility>,
     /// Zeros, at least one for each query of the batch.
     pub counters: Option<Tensor<1, Int>>,
-    /// What all sequences of the batch share, `[1, T, ..]`, and the table and spans do not name.
+    /// Pages that all sequences of the batch share, `[1, T, ..]`; they are not in the table and spans.
     pub prefix: Option<Box<PageLists>>,
-    /// Keys of the table that queries see from elsewhere, and the spans do not name.
+    /// Sinks, which have spans of their own.
     pub sinks: Option<Sinks>,
-    /// Choice of pages, if queries choose: then every row of the call has a list of its own.
+    /// Page selection, if any; then every row of the call has its own page list.
     pub choice: Option<PageChoice>,
 }
 
-/// First keys of sequences, to which queries are as if what is left out in between had never been.
+/// First keys of sequences, at positions as if the keys between them and the window did not exist.
 #[derive(Clone, Debug)]
 pub(super) struct Sinks {
     /// `[batch, T, 4]`
     pub spans: Tensor<3, Int>,
-    /// Positions that are left out before each query, `[batch · s]`.
+    /// Number of positions left out before each query, `[batch · s]`.
     pub left_out: Tensor<1, Int>,
 }
 
 impl Sinks {
-    /// Of queries from positions on, with a window and so many sinks: takes the sinks from a page list. None if nothing is left out.
+    /// Splits the sinks off a page list, for queries with this window and number of sinks. None if nothing is left out.
     pub(super) fn of(
         page_lists: &mut PageLists,
         books: &PagePool,
@@ -128,7 +129,7 @@ impl Sinks {
     ) -> Result<Option<Self>, PoolError> {
         let last = sinks + window - 1;
         let queries = writes.iter().flat_map(|writes| {
-            // Rows after a sequence's own are none.
+            // Rows after a sequence's own are unused.
             let own = writes.tokens;
             (0..seq).map(move |row| writes.first + row.min(own.saturating_sub(1)))
         });
@@ -170,7 +171,7 @@ impl PageLists {
         }
     }
 
-    /// All pages of a batch.
+    /// Lists all pages of a batch.
     pub(super) fn of_all(
         books: &PagePool,
         batch: &[SequenceId],
@@ -187,41 +188,40 @@ impl PageLists {
         pages
     }
 
-    /// Zeros for so many queries, if there are as many.
+    /// Returns the zeros if there are enough for `queries` queries.
     pub(super) fn counters_of(&self, queries: usize) -> Option<Tensor<1, Int>> {
         let counters = self.counters.as_ref();
         counters.filter(|all| all.dims()[0] >= queries).cloned()
     }
 }
 
-/// The slots of a batch, and what its queries see of them.
+/// The slots of a batch, and their visibility to its queries.
 #[derive(Debug)]
 pub(super) struct Gathered {
-    /// Slots of each sequence and head of keys: as many as of the longest.
+    /// Slots of each sequence and KV head: the number of the longest.
     pub count: usize,
-    /// `[batch · kv_heads · count]`, rows of all pages.
+    /// `[batch · kv_heads · count]`: rows among those of all pages.
     pub ids: Tensor<1, Int>,
-    /// `[batch, heads or 1, s, count]`: what is added to the scores.
+    /// `[batch, heads or 1, s, count]`: added to the scores.
     pub bias: Tensor<4>,
-    /// `[batch · heads · s · count]`: places in a table of biases of distances, all heads' one after the other.
+    /// `[batch · heads · s · count]`: indices into the relative bias table, all heads concatenated.
     pub distances: Option<Tensor<1, Int>>,
 }
 
-/// What the layers of a group have in common.
+/// Common properties of the layers of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct GroupKey {
     pub pattern: Pattern,
     pub heads: usize,
     pub kv_heads: usize,
-    /// Slopes of each head.
+    /// ALiBi slopes of each head.
     pub alibi: Option<Vec<f64>>,
-    /// `[heads or 1, 2 · reach + 1]`
+    /// Shape of the relative bias, `[heads or 1, 2 · reach + 1]`.
     pub relative: Option<[usize; 2]>,
-    /// Selection of keys.
     pub selection: Option<Selection>,
-    /// In three branches.
+    /// Native sparse attention.
     pub nsa: Option<NsaHeadsConfig>,
-    /// By an indexer, the layers' own or that of an earlier layer.
+    /// Selection by an indexer, the layer's own or that of an earlier layer.
     pub indexer: Option<ContentAttention>,
 }
 
@@ -239,7 +239,7 @@ impl GroupKey {
         }
     }
 
-    /// Returns whether it is an attention's, which [`Self::of`] would make anew.
+    /// Returns whether it equals [`Self::of`] of an attention layer.
     pub(super) fn is_of(&self, mha: &SparseMultiHeadAttention) -> bool {
         let relative = mha.relative_bias.as_ref().map(|table| table.dims());
         self.pattern == *mha.pattern()
@@ -251,26 +251,26 @@ impl GroupKey {
             && self.indexer.as_ref() == mha.choosing_indexer()
     }
 
-    /// Returns whether attention over pages knows all that the layers add to scores.
+    /// Returns whether paged attention supports everything that the layers add to scores.
     pub(super) fn is_plain(&self) -> bool {
         self.alibi.is_none() && self.relative.is_none()
     }
 }
 
-/// The table of a batch as it is on the device.
+/// Table of a batch on the device.
 #[derive(Clone, Debug)]
 pub(super) struct Uploaded {
     batch: Vec<SequenceId>,
-    /// Entries of the books' table.
+    /// Width of the page allocator's table.
     max_pages: usize,
     /// Without the pages that all sequences share and that are read once for all of them.
     table: Tensor<3, Int>,
-    /// How many those are.
+    /// Number of shared pages.
     shared: usize,
     prefix: Option<Box<PageLists>>,
 }
 
-/// Pages that all sequences of a batch share and that hold `cascade` keys or more, and how many entries of the table those are.
+/// Returns the pages that all sequences of a batch share, if they hold `cascade` keys or more, and the number of table entries that they take.
 pub(super) fn shared_prefix(
     books: &PagePool,
     batch: &[SequenceId],
@@ -299,7 +299,7 @@ pub(super) fn shared_prefix(
 }
 
 impl Uploaded {
-    /// The table of a batch; pages that it shares are apart if they hold so many keys.
+    /// Uploads the table of a batch; shared pages are split off if they hold `cascade` keys or more.
     fn new(
         books: &PagePool,
         batch: Vec<SequenceId>,
@@ -322,7 +322,7 @@ impl Uploaded {
     }
 }
 
-/// The spans of a batch without pages that it shares.
+/// Returns the spans of a batch without shared pages.
 pub(super) fn own_spans(
     books: &PagePool,
     batch: &[SequenceId],
@@ -336,7 +336,7 @@ pub(super) fn own_spans(
     Ok(spans)
 }
 
-/// Where the rows of a step are written.
+/// Returns the slots of a step's rows.
 pub(super) fn slots_of(
     writes: &[Writes],
     table_rows: usize,
@@ -347,7 +347,7 @@ pub(super) fn slots_of(
     ints(slots, [writes.len(), table_rows, seq], device)
 }
 
-/// Indices of the rows of a step, −1 after a sequence's own.
+/// Returns a property of a step's rows; −1 after a sequence's own rows.
 pub(super) fn slots_in_rows(
     writes: &[Writes],
     table_rows: usize,
@@ -364,7 +364,7 @@ pub(super) fn slots_in_rows(
     slots
 }
 
-/// The page lists of a batch; the table stays on the device while none of its entries changes.
+/// Makes the page lists of a batch. The table stays on the device while none of its entries changes.
 pub(super) fn page_lists(
     books: &PagePool,
     uploaded: &mut Option<Uploaded>,
@@ -399,7 +399,7 @@ pub(super) fn page_lists(
     })
 }
 
-/// The slots of a batch one after the other, and who sees them.
+/// Lists all slots of a batch with their visibility.
 pub(super) fn gather(
     books: &PagePool,
     key: &GroupKey,
@@ -420,7 +420,7 @@ pub(super) fn gather(
         }
     }
     let count = slots.iter().map(Vec::len).max().unwrap_or(0);
-    // Slots that nobody sees are read all the same, so they have to be some that were written.
+    // Masked slots are read too, so they must be slots that were written.
     let any = slots.iter().flatten().next().map(|key| key.slot);
     let heads_of_row = key.kv_heads / rows;
     let mut ids = Vec::with_capacity(steps.len() * key.kv_heads * count);
@@ -459,7 +459,7 @@ pub(super) fn gather(
     })
 }
 
-/// The slots that one new query of each sequence reads, by its pattern's row: however many keys are live, no others are looked at.
+/// Lists the slots that one new query of each sequence reads, from its pattern's row alone: time does not depend on the number of live keys.
 fn gather_single(
     books: &PagePool,
     key: &GroupKey,
@@ -469,9 +469,9 @@ fn gather_single(
 ) -> Result<Gathered, PoolError> {
     let page_size = books.config().page_size();
     let group = key.heads / key.kv_heads;
-    // Heads of keys that share pages of an entry.
+    // KV heads that share the pages of an entry.
     let heads_of_row = key.kv_heads / books.table_rows();
-    // Of each sequence and head of keys the rows of all pages, and which of its queries' heads see them.
+    // For each sequence and KV head, the rows among those of all pages, and which query heads of the group see them.
     let mut lists: Vec<Vec<(i32, Vec<bool>)>> = Vec::with_capacity(steps.len() * key.kv_heads);
     for (step, writes) in steps.iter().zip(writes) {
         let tables = books.tables(&[step.id])?;
@@ -494,7 +494,7 @@ fn gather_single(
         }
     }
     let count = lists.iter().map(Vec::len).max().unwrap_or(0);
-    // Slots that nobody sees are read all the same, so they have to be some that were written.
+    // Masked slots are read too, so they must be slots that were written.
     let any = lists.iter().flatten().next().map_or(0, |(id, _)| *id);
     let mut ids = Vec::with_capacity(lists.len() * count);
     let mut bias = Vec::with_capacity(steps.len() * key.heads * count);
@@ -516,7 +516,7 @@ fn gather_single(
     })
 }
 
-/// What is added to scores, `[batch, heads, s, count]`, once for all heads if these are alike.
+/// Uploads the bias of scores, `[batch, heads, s, count]`, once for all heads if they are equal.
 fn biases(bias: Vec<f32>, [batch, heads, seq, count]: [usize; 4], device: &Device) -> Tensor<4> {
     let of_head = seq * count;
     let entry = heads * of_head;
@@ -535,7 +535,7 @@ fn biases(bias: Vec<f32>, [batch, heads, seq, count]: [usize; 4], device: &Devic
     Tensor::from_data(TensorData::new(bias, [batch, heads, seq, count]), device)
 }
 
-/// The pairs of queries and slots of a batch.
+/// Pairs of queries and slots of a batch.
 struct Pairs<'a> {
     key: &'a GroupKey,
     slots: &'a [Vec<SlotKey>],
@@ -545,7 +545,7 @@ struct Pairs<'a> {
 }
 
 impl Pairs<'_> {
-    /// What is added to the scores of one head of a sequence, `[s, count]`, and the places of distances.
+    /// Appends the bias of one head of a sequence, `[s, count]`, and the indices of its distances.
     fn of(
         &self,
         entry: usize,

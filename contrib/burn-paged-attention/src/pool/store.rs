@@ -1,4 +1,4 @@
-//! The keys and values of one layer.
+//! Keys and values of one layer.
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
@@ -11,37 +11,36 @@ use crate::pages::PageCopy;
 use crate::summaries::{PageSummaries, summarize_stored};
 use crate::{PagedStore, Quantization, QuantizedPages};
 
-/// How a pool stores numbers, once it is known of which model.
+/// Storage format of a pool's elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stored {
     Float(FloatDType),
     Quantized(Quantization),
 }
 
-/// Pages of keys and values. They are taken out while they are written, so that no second handle keeps the write from
-/// being in place.
+/// Pages of keys and values. They are taken out of the option for writing, so that no second handle prevents an in-place write.
 #[derive(Clone, Debug)]
 pub(super) struct Store {
     pages: Option<PagedStore>,
     kv_heads: usize,
-    /// By what queries choose pages, if they do. They are also written in place.
+    /// Summaries for page selection, also written in place.
     summaries: Option<PageSummaries>,
 }
 
-/// Pages that are copied before anything is written.
+/// Pages to copy before anything is written.
 #[derive(Clone, Debug)]
 pub(super) struct Copies {
-    /// The pages that are read, `[copies · heads of a table row, padded to whole batch entries]`.
+    /// Source pages, `[copies · heads of a table row, padded to whole batch entries]`.
     from: Tensor<1, Int>,
     /// `[batch, T, P]`
     slots: Tensor<3, Int>,
-    /// The first page that each copy is written to, and how many follow each other.
+    /// First destination page of each copy; `heads` adjacent pages follow.
     to: Vec<usize>,
     heads: usize,
 }
 
 impl Copies {
-    /// The copies of a step, none if there is nothing to copy.
+    /// Makes the copies of a step; None if there are none.
     pub(super) fn new<'a>(
         copies: impl Iterator<Item = &'a PageCopy>,
         [table_rows, kv_heads, page_size]: [usize; 3],
@@ -73,7 +72,7 @@ impl Copies {
         })
     }
 
-    /// The copies of pages, as they are.
+    /// Copies pages of one tensor.
     fn copied<const D: usize, K: Basic>(&self, mut pages: Tensor<D, K>) -> Tensor<D, K> {
         let rows = pages.clone().select(0, self.from.clone());
         for (copy, to) in self.to.iter().enumerate() {
@@ -115,13 +114,13 @@ impl Store {
         })
     }
 
-    /// With what queries choose pages by.
+    /// Adds summaries for page selection.
     pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
         if let Some(store) = &self.pages {
             let ([pages, _], [width, _]) = (store.pages(), store.widths());
             let dtype = match store {
                 PagedStore::Plain { keys, .. } => dtype_of(summary, keys.dtype()),
-                // No eight bits hold a bound that no key is above.
+                // Rounding a bound to eight bits could put it below a key.
                 PagedStore::Quantized(_) => DType::F32,
             };
             let zeros = PageSummaries::zeros(summary, pages, width, dtype, &store.device());
@@ -130,12 +129,11 @@ impl Store {
         self
     }
 
-    /// What queries choose pages by.
     pub(super) fn summaries(&self) -> Result<&PageSummaries, TransformerError> {
         self.summaries.as_ref().ok_or_else(lost)
     }
 
-    /// Looks again at the pages that keys were written to, in the order of their slots, `[batch, T, s]`.
+    /// Updates the summaries of the pages that keys were written to; `slots`, `[batch, T, s]`, ascend within a page.
     pub(super) fn summarize(&mut self, slots: Tensor<3, Int>) -> Result<(), TransformerError> {
         let Some(summaries) = self.summaries.take() else {
             return Ok(());
@@ -145,7 +143,7 @@ impl Store {
         Ok(())
     }
 
-    /// Bytes of what queries choose pages by, of a page.
+    /// Returns the bytes of a page's summary.
     pub(super) fn summary_bytes(&self) -> usize {
         self.summaries.as_ref().map_or(0, |summaries| {
             let [_, rows, width] = summaries.values.dims();
@@ -153,17 +151,17 @@ impl Store {
         })
     }
 
-    /// Returns whether numbers have eight bits.
+    /// Returns whether elements have eight bits.
     pub(super) fn is_quantized(&self) -> bool {
         matches!(self.pages, Some(PagedStore::Quantized(_)))
     }
 
-    /// Widths of keys and values.
+    /// Returns the widths of keys and values.
     pub(super) fn widths(&self) -> Option<[usize; 2]> {
         self.pages.as_ref().map(PagedStore::widths)
     }
 
-    /// Bytes of a slot: of a key, its value, and their scales if they have some.
+    /// Returns the bytes of a slot: of a key, its value, and their scales if quantized.
     pub(super) fn slot_bytes(&self) -> usize {
         self.pages.as_ref().map_or(0, |store| {
             let numbers: usize = store.widths().iter().sum();
@@ -174,7 +172,7 @@ impl Store {
         })
     }
 
-    /// Bytes of all pages, and of what they are chosen by.
+    /// Returns the bytes of all pages and their summaries.
     pub(super) fn bytes(&self) -> usize {
         let slots = |store: &PagedStore| store.pages().iter().product::<usize>();
         let pages = self.pages.as_ref().map_or(0, |store| store.pages()[0]);
@@ -185,12 +183,11 @@ impl Store {
         self.pages.clone().ok_or_else(lost)
     }
 
-    /// Slots of a page.
     pub(super) fn page_size(&self) -> usize {
         self.pages.as_ref().map_or(0, |store| store.pages()[1])
     }
 
-    /// Hands plain keys to what gives them back, in place if nobody else has them.
+    /// Applies a function to the float keys, in place if there is no other reference.
     pub(super) fn with_keys(
         &mut self,
         f: impl FnOnce(Tensor<3>) -> Tensor<3>,
@@ -213,7 +210,7 @@ impl Store {
         Ok(())
     }
 
-    /// Room for more pages, and slots of each, of zeros.
+    /// Extends the float pages with zeros to `to` pages and slots of a page.
     pub(super) fn grow(&mut self, to: [usize; 2]) -> Result<(), TransformerError> {
         let grown = |x: Tensor<3>| {
             (0..2).fold(x, |x, dim| {
@@ -226,7 +223,7 @@ impl Store {
         self.with_plain(|pair| pair.map(grown))
     }
 
-    /// Plain keys of slots of all pages, `[rows, d_k]`.
+    /// Gathers float keys by row among those of all pages, `[rows, d_k]`.
     pub(super) fn keys_at(&self, ids: &Tensor<1, Int>) -> Result<Tensor<2>, TransformerError> {
         match self.pages.as_ref().ok_or_else(lost)? {
             PagedStore::Plain { keys, .. } => Ok(keys.clone().flatten(0, 1).select(0, ids.clone())),
@@ -234,7 +231,6 @@ impl Store {
         }
     }
 
-    /// Copies pages.
     pub(super) fn copy(&mut self, copies: Option<&Copies>) -> Result<(), TransformerError> {
         let Some(copies) = copies else {
             return Ok(());
@@ -266,14 +262,14 @@ impl Store {
         Ok(())
     }
 
-    /// Copies pages, and then writes new keys and values `[batch, kv_heads, s, width]` into `slots`, `[batch, T, s]`.
+    /// Copies pages, then writes new keys and values `[batch, kv_heads, s, width]` into `slots`, `[batch, T, s]`.
     pub(super) fn write(
         &mut self,
         copies: Option<&Copies>,
         [key, value]: [Tensor<4>; 2],
         slots: Tensor<3, Int>,
     ) -> Result<(), TransformerError> {
-        // What could make the write fail while the pages are out of here.
+        // Fail before the pages are taken out.
         let widths = self.widths().ok_or_else(lost)?;
         let got = [key.dims()[3], value.dims()[3]];
         blocksparse::ensure! {
@@ -289,7 +285,7 @@ impl Store {
         self.summarize(written)
     }
 
-    /// Rows of all pages, `[rows, width]` of keys and of values.
+    /// Gathers rows among those of all pages, `[rows, width]` for keys and for values.
     pub(super) fn gather(
         &self,
         ids: &Tensor<1, Int>,
@@ -302,8 +298,8 @@ impl Store {
         Ok([keys?, values?])
     }
 
-    /// Rows of all slots of the pages of tables `[batch, entries]` that all heads share, `[batch, kv_heads, entries · P, width]` of keys and of values. Where a
-    /// table has no entry they are any.
+    /// Gathers all slots of the pages of tables `[batch, entries]` that all heads share, `[batch, kv_heads, entries · P, width]` for keys and for
+    /// values. Unused entries give arbitrary rows.
     pub(super) fn of_tables(
         &self,
         table: Tensor<2, Int>,
@@ -328,7 +324,7 @@ impl Store {
         }))
     }
 
-    /// The dtype in which elements of the pages are returned.
+    /// Returns the dtype in which elements of the pages are returned.
     pub(super) fn dtype(&self) -> FloatDType {
         match &self.pages {
             Some(PagedStore::Plain { keys, .. }) => keys.dtype().into(),
@@ -336,13 +332,13 @@ impl Store {
         }
     }
 
-    /// The keys of some pages, `[n, P, d_k]`.
+    /// Gathers the keys of some pages, `[n, P, d_k]`.
     pub(super) fn keys_of(&self, pages: &Tensor<1, Int>) -> Result<Tensor<3>, TransformerError> {
         let [keys, _] = self.pages()?.rows();
         Ok(keys.select(pages).numbers()?)
     }
 
-    /// Rows of all pages as they are stored, `[n, ..]` each: of keys, of values, and their scales if they have some.
+    /// Reads rows in storage format, `[n, ..]` each: keys, values, and their scales if quantized.
     pub(super) fn raw(&self, ids: &Tensor<1, Int>) -> Result<Vec<TensorData>, TransformerError> {
         let raw = |rows: Rows| match rows.by_slots().select(ids) {
             Rows::Plain(rows) => (rows.flatten::<2>(0, 1).into_data(), None),
@@ -356,7 +352,7 @@ impl Store {
         Ok([keys, values].into_iter().chain(scales).collect())
     }
 
-    /// Shapes and dtypes of so many [`Self::raw`] rows.
+    /// Returns shapes and dtypes of [`Self::raw`] with `rows` rows.
     pub(super) fn raw_shapes(
         &self,
         rows: usize,
@@ -375,7 +371,7 @@ impl Store {
         })
     }
 
-    /// What the numbers are, as text: a dtype, or eight bits of some kind.
+    /// Names the storage format: a dtype or a quantization.
     pub(super) fn kind(&self) -> String {
         match &self.pages {
             Some(PagedStore::Quantized(pages)) => format!("{:?}", pages.quantization),
@@ -383,7 +379,7 @@ impl Store {
         }
     }
 
-    /// Writes rows that [`Self::raw`] gave, of the shapes of [`Self::raw_shapes`].
+    /// Writes rows from [`Self::raw`], of the shapes of [`Self::raw_shapes`].
     pub(super) fn write_raw(
         &mut self,
         ids: &Tensor<1, Int>,
@@ -401,7 +397,7 @@ impl Store {
         Ok(())
     }
 
-    /// Fills pages with what no result may depend on.
+    /// Fills pages with values that no result may depend on.
     pub(super) fn poison(&mut self, freed: &[usize], heads: usize) {
         let Some(store) = self.pages.take() else {
             return;
@@ -428,7 +424,7 @@ impl Store {
     }
 }
 
-/// Pages with rows written over some of all of theirs.
+/// Overwrites some rows of pages.
 fn with_rows<const D: usize, const R: usize, K: Basic>(
     pages: Tensor<D, K>,
     ids: &Tensor<1, Int>,
@@ -441,7 +437,7 @@ fn with_rows<const D: usize, const R: usize, K: Basic>(
         .reshape(shape)
 }
 
-/// Queries in the dtype of keys that are floats.
+/// Casts queries to the dtype of float keys.
 pub(super) fn as_stored(query: Tensor<4>, store: &PagedStore) -> Tensor<4> {
     match store {
         PagedStore::Plain { keys, .. } => query.cast(FloatDType::from(keys.dtype())),
@@ -453,7 +449,7 @@ pub(super) fn lost() -> TransformerError {
     TransformerError::argument("pool", "one whose last write succeeded", "another")
 }
 
-/// Integers as kernels read them.
+/// Uploads integers in the dtype that kernels read.
 pub(super) fn ints<const D: usize>(
     values: Vec<i32>,
     shape: [usize; D],
@@ -462,7 +458,7 @@ pub(super) fn ints<const D: usize>(
     Tensor::from_data(TensorData::new(values, shape), (device, DType::I32))
 }
 
-/// The dtype of summaries of keys: bounds are some of the keys' own numbers.
+/// Returns the dtype of summaries. Bounds are elements of the keys, so the keys' dtype is exact.
 fn dtype_of(summary: PageSummary, keys: DType) -> DType {
     match (summary, keys) {
         (PageSummary::Bounds, keys) => keys,
@@ -471,7 +467,7 @@ fn dtype_of(summary: PageSummary, keys: DType) -> DType {
     }
 }
 
-/// Writes numbers into a tensor that recorded steps read.
+/// Overwrites a tensor that captured steps read.
 pub(super) fn overwrite<const D: usize>(
     input: &StaticInput<D, Int>,
     numbers: Vec<i32>,
@@ -479,7 +475,7 @@ pub(super) fn overwrite<const D: usize>(
     Ok(input.write(TensorData::new(numbers, input.dims()))?)
 }
 
-/// Such a tensor, of zeros.
+/// Allocates a tensor of zeros that captured steps read.
 pub(super) fn zeros<const D: usize>(
     shape: [usize; D],
     device: &Device,

@@ -1,4 +1,4 @@
-//! What eviction has to know of attention: scores of keys, from a layer's own queries and keys.
+//! Scores of keys for eviction, from a layer's own queries and keys.
 
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_blocksparse::internal::dtype::accumulate_in;
@@ -14,17 +14,17 @@ use crate::PoolError;
 use crate::paged::attention_sums;
 use crate::pages::{EvictionScore, PagePool, SequenceId};
 
-/// Added to the scores of pairs that do not count.
+/// Added to the scores of masked pairs.
 const HIDDEN: f64 = -1e30;
 
-/// What the layers of a step note of its rows.
+/// Places where the layers of a step record their rows for eviction.
 #[derive(Clone, Debug)]
 pub(super) struct Watch {
-    /// Of each sequence its seat, its rows, how many rows before them can be taken back, and the position of the first: `[batch, 4]`.
+    /// `[batch, 4]`: per sequence its seat, its rows, the number of earlier rows that can be rolled back, and the position of the first row.
     pub calls: Tensor<2, Int>,
-    /// Where queries are written: `[batch, 1, s]`, negative for those that are overwritten by later ones of the step.
+    /// `[batch, 1, s]`: slots of queries; negative for those that later ones of the step would overwrite.
     pub slots: Tensor<3, Int>,
-    /// Of prompts, whose rows see only each other.
+    /// Set if the step's rows are prompts, which see only each other.
     pub prompts: Option<Vec<Prompt>>,
 }
 
@@ -32,16 +32,16 @@ pub(super) struct Watch {
 #[derive(Clone, Debug)]
 pub(super) struct Prompt {
     tokens: usize,
-    /// Where the sums of rows that cannot be taken back are written, `[1, 1, rows]`.
+    /// `[1, 1, rows]`: slots for the sums of the rows that can no longer be rolled back.
     slots: Tensor<3, Int>,
-    /// [`Watch::calls`] of the rows that can, which are the last.
+    /// [`Watch::calls`] of the rows that can be rolled back, which are the last.
     calls: Tensor<2, Int>,
-    /// Of each group of layers the pages, if there are rows that can.
+    /// Page lists of each group of layers, if some rows can be rolled back.
     lists: Vec<PageLists>,
 }
 
 impl Evictor {
-    /// What of a batch's sequences is noted where, [`Watch::calls`] and [`Watch::slots`]: each one's rows are at positions from `starts` on.
+    /// Returns [`Watch::calls`] and [`Watch::slots`] of a batch whose sequences' rows begin at positions `starts`.
     pub(super) fn places(&self, steps: &[KvStep], starts: &[usize], seq: usize) -> [Vec<i32>; 2] {
         let (mut calls, mut slots) = (Vec::new(), Vec::new());
         let queries = self.queries().unwrap_or(0);
@@ -59,7 +59,7 @@ impl Evictor {
 }
 
 impl Watch {
-    /// Of sequences whose new keys have their places in the books already.
+    /// For sequences whose new keys are in the block tables already.
     pub(super) fn new(
         evictor: &Evictor,
         groups: &[Group],
@@ -107,18 +107,18 @@ impl Prompt {
     }
 }
 
-/// What attention of a step's rows left.
+/// Results of attention for a step's rows.
 pub(super) struct Rows<'a> {
     /// `[batch, heads, s, d_k]`
     pub query: &'a Tensor<4>,
-    /// `[batch, heads, s]`, where scores are sums.
+    /// `[batch, heads, s]`, if scores are sums.
     pub lse: Option<Tensor<3>>,
-    /// `[batch, kv_heads, s, d_k]`, if they see only each other.
+    /// `[batch, kv_heads, s, d_k]`, if the rows see only each other.
     pub key: Option<Tensor<4>>,
 }
 
 impl<'a> Rows<'a> {
-    /// Queries alone, for scores that are not of attention.
+    /// Queries alone, for scores without an lse.
     pub(super) fn of(query: &'a Tensor<4>) -> Self {
         Self {
             query,
@@ -129,7 +129,7 @@ impl<'a> Rows<'a> {
 }
 
 impl Layer<'_> {
-    /// Notes what eviction has to know of a step's rows, whose keys are in the pages of a group.
+    /// Records a step's rows for eviction. Their keys are in the pages of a group.
     pub(super) fn watch(
         &self,
         rows: Rows<'_>,
@@ -163,7 +163,7 @@ impl Layer<'_> {
                 |x: &Tensor<4>, first, rows| x.clone().narrow(0, at, 1).narrow(2, first, rows);
             let part_lse = |first, rows| lse.clone().narrow(0, at, 1).narrow(2, first, rows);
             if settled > 0 {
-                // Later keys are none that these queries see.
+                // These queries see no later keys.
                 let (q, k) = (part(rows.query, 0, settled), part(key, 0, settled));
                 let layout = self.layout(settled, settled)?;
                 let options = AccumulatedAttentionOptions::default()
@@ -189,7 +189,7 @@ impl Layer<'_> {
         Ok(())
     }
 
-    /// Adds what the keys of page lists get of rows' attention.
+    /// Adds the attention of some rows to the sums of the keys in their page lists.
     fn add_attention(
         &self,
         (query, lse): (Tensor<4>, Tensor<3>),
@@ -208,7 +208,8 @@ impl Layer<'_> {
         })
     }
 
-    /// Scores of the keys of sequences, `[sequences · kv_heads, slots]`, f32: of as many slots of a layer as the fullest one has; what is not filled has any.
+    /// Returns the scores of the keys of sequences, `[sequences · kv_heads, slots]`, f32. `slots` is that of the longest; unused slots have
+    /// arbitrary scores.
     pub(super) fn worth(
         &self,
         store: &Store,
@@ -263,8 +264,8 @@ impl Layer<'_> {
         (self.attention_options().scale).unwrap_or_else(|| 1.0 / (width as f64).sqrt())
     }
 
-    /// The mean attention of the newest queries `[sequences, heads, m, d_k]` to so many slots of each row of keys as are stored, over the heads that share a KV
-    /// head: `[sequences · kv_heads, slots]`.
+    /// Returns the mean attention of the newest queries `[sequences, heads, m, d_k]` to the first `stored` slots of each row of keys, averaged over
+    /// the heads that share a KV head: `[sequences · kv_heads, slots]`.
     fn votes(
         &self,
         queries: Tensor<4>,
@@ -277,7 +278,7 @@ impl Layer<'_> {
         let group = heads / kv_heads;
         let device = queries.device();
         let sums = FloatDType::from(keys.dtype());
-        // The newest query sees all slots, each one before it a slot less.
+        // The newest query sees all slots, each earlier one a slot less.
         let limits = stored.flat_map(|stored| {
             (0..rows).map(move |row| (stored + row + 1).saturating_sub(rows).max(1) as i32)
         });

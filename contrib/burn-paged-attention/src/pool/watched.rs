@@ -1,4 +1,4 @@
-//! What is known of keys, so that those worth least are evicted.
+//! State of eviction by scores.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,53 +12,53 @@ use super::store::{Store, Stored, ints};
 use crate::PoolError;
 use crate::pages::{EvictionConfig, EvictionScore, SequenceId};
 
-/// What is known of the keys of all layers and sequences.
+/// Eviction state of all layers and sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Evictor {
     pub config: EvictionConfig,
     pub rollback: usize,
     sequences: BTreeMap<SequenceId, Watched>,
-    /// Of each layer, if attention says which keys stay. A sequence has a seat in all of them, whose numbers are written where they are.
+    /// Per layer, if scores come from attention. A sequence has the same seat in all of them; its numbers are written in place.
     layers: Vec<Option<Noted>>,
-    /// How many sequences have a seat.
+    /// Number of seats.
     seats: usize,
-    /// Number of times that there were too few seats, or slots of a seat, and tensors were made anew.
+    /// Number of times that seats or slots ran out and the tensors were reallocated.
     pub moves: usize,
     /// Number of evictions.
     pub evictions: usize,
 }
 
-/// What is known of a sequence.
+/// Eviction state of a sequence.
 #[derive(Clone, Debug)]
 struct Watched {
     seat: usize,
-    /// Last queries that can be taken back.
+    /// Number of last queries that can be rolled back.
     loose: usize,
-    /// Of each layer.
+    /// One per layer.
     layers: Vec<Known>,
 }
 
-/// Where the keys of a layer and sequence come from.
+/// Origin of the keys of a layer and sequence.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Known {
     /// Positions of the keys of each KV head at the last eviction.
     pub kept: Arc<Vec<Vec<u32>>>,
-    /// Tokens then.
+    /// Number of tokens then.
     pub since: usize,
 }
 
-/// What attention says of a layer.
+/// Statistics of a layer's attention.
 #[derive(Clone, Debug)]
 pub(super) struct Noted {
-    /// Of each seat and KV head, of each slot of its row `[1 + rollback]`: the attention that the key got by queries that cannot be taken back, and by each
-    /// one that can; or of each seat and head its last queries, that of position `p` in slot `p` modulo how many there are. A store has values, these have none.
+    /// Either, per seat and KV head, a row `[1 + rollback]` per key slot: the sum of attention from queries that can no longer be rolled back, then
+    /// the attention from each one that can. Or, per seat and head, the last queries: that of position `p` in slot `p` modulo their number. These
+    /// fill the keys of the store, and its values are unused.
     pub rows: Store,
     pub heads: usize,
     pub dtype: FloatDType,
 }
 
 impl Known {
-    /// The position of a slot's key.
     pub(super) fn position(&self, head: usize, slot: usize) -> usize {
         match self.kept.get(head) {
             Some(kept) if slot < kept.len() => kept[slot] as usize,
@@ -67,7 +67,7 @@ impl Known {
         }
     }
 
-    /// Forgets positions from `len` on: the last keys are always kept.
+    /// Forgets positions from `len` on: the last keys are always retained.
     fn truncate(&mut self, len: usize) {
         if len < self.since {
             let gone = self.since - len;
@@ -80,7 +80,7 @@ impl Known {
 }
 
 impl Noted {
-    /// Of a layer with so many seats, and slots of each if sums are noted.
+    /// Allocates a layer's statistics for `seats` seats, with `slots` slots each if attention is summed.
     fn new(
         mha: &SparseMultiHeadAttention,
         evictor: &Evictor,
@@ -101,7 +101,7 @@ impl Noted {
         Ok(Some(Self { rows, heads, dtype }))
     }
 
-    /// Slots of a seat.
+    /// Returns the slots of a seat.
     pub(super) fn slots(&self) -> usize {
         self.rows.page_size()
     }
@@ -120,7 +120,7 @@ impl Noted {
         self.rows.write(None, [rows.cast(self.dtype), none], slots)
     }
 
-    /// Rows of slots of seats, of each head: `[seats, heads, n, width]`. Heads with fewer have numbers of no meaning after them.
+    /// Reads rows of slots of seats, for each head: `[seats, heads, n, width]`. Heads with fewer slots are padded with arbitrary rows.
     fn read<'a>(
         &self,
         seats: impl ExactSizeIterator<Item = (usize, &'a [Vec<usize>])> + Clone,
@@ -145,7 +145,7 @@ impl Noted {
         Ok(rows.reshape([count, self.heads, most, width]))
     }
 
-    /// Slots of seats from the first on, `[seats, 1, count]`.
+    /// Returns the first `count` slots of seats, `[seats, 1, count]`.
     fn first_slots(
         &self,
         seats: impl ExactSizeIterator<Item = usize>,
@@ -189,12 +189,12 @@ impl Evictor {
         Ok(evictor)
     }
 
-    /// Returns whether attention that keys got is summed up.
+    /// Returns whether attention is summed per key.
     pub(super) fn sums(&self) -> bool {
         matches!(self.config.score, EvictionScore::Sum | EvictionScore::Mean)
     }
 
-    /// Queries that say what keys are worth.
+    /// Returns the number of last queries that score keys.
     pub(super) fn window(&self) -> Option<usize> {
         match self.config.score {
             EvictionScore::LastRow => Some(1),
@@ -203,13 +203,13 @@ impl Evictor {
         }
     }
 
-    /// Last queries that are remembered.
+    /// Returns the number of last queries that are stored.
     pub(super) fn queries(&self) -> Option<usize> {
         let window = self.window()?;
         Some((window + self.rollback).next_power_of_two())
     }
 
-    /// Slots of a sequence's seat from the first on, which are the same ones in all layers.
+    /// Returns the first `count` slots of a sequence's seat, which are equal in all layers.
     pub(super) fn first_slots(
         &self,
         id: SequenceId,
@@ -231,7 +231,7 @@ impl Evictor {
         watched.map_or_else(Known::default, |watched| watched.layers[layer].clone())
     }
 
-    /// The seat of a sequence that joined, and how many of its last queries can be taken back.
+    /// Returns the seat of a sequence, and how many of its last queries can be rolled back.
     pub(super) fn seat(&self, id: SequenceId) -> [usize; 2] {
         let watched = self.sequences.get(&id);
         watched.map_or([0; 2], |watched| [watched.seat, watched.loose])
@@ -249,7 +249,7 @@ impl Evictor {
         self.make_room([seat + 1, 0])
     }
 
-    /// Room for so many seats, and slots of each.
+    /// Makes space for this many seats and slots of each.
     pub(super) fn make_room(&mut self, [seats, slots]: [usize; 2]) -> Result<(), TransformerError> {
         let sums = self.sums();
         let mut has_moved = false;
@@ -296,7 +296,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// Forgets the newest of `len + rows` queries.
+    /// Forgets the last `rows` queries of a sequence, which keeps `len` tokens.
     pub(super) fn truncate(&mut self, id: SequenceId, len: usize, rows: usize) {
         if let Some(watched) = self.sequences.get_mut(&id) {
             watched.loose = watched.loose.saturating_sub(rows);
@@ -309,7 +309,7 @@ impl Evictor {
         }
     }
 
-    /// What a step that is done leaves to be taken back.
+    /// Updates the number of queries that can be rolled back after a step.
     pub(super) fn stepped(&mut self, steps: &[KvStep]) {
         for step in steps {
             if let Some(watched) = self.sequences.get_mut(&step.id) {
@@ -318,7 +318,7 @@ impl Evictor {
         }
     }
 
-    /// The fewest tokens that a sequence of `len` can go back to: what later ones did to scores is not undone.
+    /// Returns the fewest tokens that a sequence of `len` can be rolled back to: the effect of later ones on scores cannot be undone.
     pub(super) fn oldest(&self, id: SequenceId, len: usize) -> usize {
         match self.config.score {
             EvictionScore::KeyNorm | EvictionScore::Custom => 0,
@@ -326,7 +326,7 @@ impl Evictor {
         }
     }
 
-    /// Bytes of what is known of a sequence.
+    /// Returns the bytes of the state of a sequence.
     pub(super) fn bytes(&self) -> usize {
         let layers = self.layers.iter().flatten();
         let of = |noted: &Noted| {
@@ -336,7 +336,8 @@ impl Evictor {
         layers.map(of).sum()
     }
 
-    /// The attention that all queries gave to keys in so many slots of a layer, of sequences and their tokens: `[sequences · kv_heads, slots]`.
+    /// Returns the attention that keys got from all queries, in the first `slots` slots of a layer, for sequences with their lengths:
+    /// `[sequences · kv_heads, slots]`.
     pub(super) fn total(
         &self,
         layer: usize,
@@ -354,7 +355,7 @@ impl Evictor {
         if self.rollback == 0 {
             return Ok(Some(rows.reshape(flat)));
         }
-        // Those of queries that can be taken back are in places of their own, some of which are not in use.
+        // The queries that can be rolled back have columns of their own, some of which are unused.
         let width = 1 + self.rollback;
         let unused = sequences.iter().flat_map(|&(id, len)| {
             let loose = self.seat(id)[1].min(len);
@@ -369,8 +370,8 @@ impl Evictor {
         Ok(Some(total.reshape(flat)))
     }
 
-    /// The last queries of sequences, with their tokens, that say what keys are worth, `[sequences, heads, m, d_k]`, oldest first. The shortest one has them all: a
-    /// cache that evicts has more keys than queries that say so.
+    /// Returns the last queries of sequences with these lengths that score keys, `[sequences, heads, m, d_k]`, oldest first. Every sequence has `m`,
+    /// because a cache that evicts has more keys than scoring queries.
     pub(super) fn last_queries(
         &self,
         layer: usize,
@@ -390,7 +391,7 @@ impl Evictor {
         Ok(Some(noted.read(seats, device)?))
     }
 
-    /// Keeps slots of each KV head of sequences, with their tokens, which then are the first ones.
+    /// Keeps the statistics of some slots of each KV head of sequences, and moves them to the first slots.
     pub(super) fn keep(
         &mut self,
         layer: usize,
@@ -423,7 +424,7 @@ impl Evictor {
         Ok(())
     }
 
-    /// What is wrong with what is known of a sequence of `len` tokens that stores so many keys of each KV head of a layer.
+    /// Describes a contradiction in the state of a sequence of `len` tokens, given the number of stored keys per KV head of a layer.
     pub(super) fn contradiction(
         &self,
         layer: usize,
@@ -445,7 +446,7 @@ impl Evictor {
         })
     }
 
-    /// Sequences of which something is known.
+    /// Returns the sequences that have state.
     pub(super) fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
         self.sequences.keys().copied()
     }

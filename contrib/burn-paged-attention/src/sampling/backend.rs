@@ -1,4 +1,4 @@
-//! Sampling on each backend. Autodiff has none: the public function hands over tensors that it does not follow.
+//! Sampling on each backend. Autodiff needs no implementation: the public function detaches its tensors first.
 
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
@@ -17,7 +17,7 @@ mod kernels {
     use crate::sampling::ops::{SamplingOps, sampled_on_host};
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
-    /// How a call is launched.
+    /// Describes the launches of a call.
     pub(crate) fn text(
         device: &CubeDevice,
         vocab: usize,

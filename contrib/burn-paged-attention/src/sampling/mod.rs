@@ -1,4 +1,4 @@
-//! Tokens drawn from logits: temperature, top-k, top-p, min-p and repetition penalty, on the device.
+//! Sampling of tokens from logits on the device: temperature, top-k, top-p, min-p and repetition penalty.
 pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
@@ -8,11 +8,11 @@ pub use crate::sample_options::SampleOptions;
 use crate::sampling::ops::SamplingOps;
 use burn_blocksparse::internal::prelude::*;
 
-/// Draws a token from each row of logits. [`SampleOptions`] select the candidates. The token is the first, by descending probability, up to which the
-/// probabilities sum to more than the row's element of `draws`. It is −1 where no logit is finite.
+/// Samples a token from each row of logits. [`SampleOptions`] select the candidates. The token is the first, by descending probability, whose
+/// cumulative probability exceeds the row's element of `draws`. It is −1 if no logit is finite.
 ///
-/// Nothing is read back, so the tokens can be embedded at once, or captured in a graph. On devices with kernels sums are f32 and nothing is sorted;
-/// on CPUs they are f64. A draw within rounding of the boundary between two tokens may give either.
+/// Nothing is read back, so the tokens can be embedded directly, or the call captured in a graph. Kernels sum in f32 and sort nothing; CPUs sum in
+/// f64. A draw within rounding of the boundary between two tokens may give either.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -28,14 +28,13 @@ use burn_blocksparse::internal::prelude::*;
 /// ```
 ///
 /// # Shapes
-/// - `logits`: `[rows, vocab]`; sums are f32 whatever their dtype
+/// - `logits`: `[rows, vocab]`; sums are f32 whatever the dtype
 /// - `draws`: `[rows]`, in `[0, 1)`
-/// - `seen`: `[rows, vocab]`, i32, not 0 for tokens that were seen; it counts if [`SampleOptions::repetition`] is not 1
+/// - `seen`: `[rows, vocab]`, i32, nonzero for seen tokens; used if [`SampleOptions::repetition`] is not 1
 /// - result: `[rows]`, i32, without autodiff
 ///
 /// # Errors
-/// [`OpError`] if shapes or devices do not fit each other, the vocabulary is empty, a number of the options is out of its range, or no feature of this crate
-/// serves the device.
+/// [`OpError`] if shapes or devices do not match, the vocabulary is empty, an option is out of range, or no feature of this crate serves the device.
 pub fn sample_tokens(
     logits: Tensor<2>,
     draws: Tensor<1>,
@@ -72,7 +71,7 @@ impl SampleOptions {
     /// Returns the plan of [`sample_tokens`].
     ///
     /// # Errors
-    /// As [`sample_tokens`].
+    /// Those of [`sample_tokens`].
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain(&self, logits: &Tensor<2>) -> Result<OpPlan, OpError> {
         check(logits, self)?;
@@ -87,7 +86,7 @@ fn check(logits: &Tensor<2>, options: &SampleOptions) -> Result<(), OpError> {
     served(&logits.device())?;
     options.check()?;
     let [_, vocab] = logits.dims();
-    // Whether a vocabulary of 2^24 is counted in f32 or not, no more is.
+    // The bound 2^24 lets counts of tokens be exact in f32.
     blocksparse::ensure! { OpError; (1..1 << 24).contains(&vocab) => "logits", "at least 1 and less than 2^24 columns", vocab; }
     Ok(())
 }

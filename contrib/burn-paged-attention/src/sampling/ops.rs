@@ -5,7 +5,7 @@ use crate::sample_options::SampleOptions;
 use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::prelude::*;
 
-/// Tokens drawn from logits as a backend operation, on tensors that are not on an autodiff device. Arguments are checked by the public function.
+/// Sampling as a backend operation, on tensors that are not on an autodiff device. The public function checks the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -13,7 +13,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait SamplingOps: Backend {
-    /// A token, i32, from each row of `[rows, vocab]`, f32.
+    /// Samples a token, i32, from each row of `[rows, vocab]`, f32.
     #[fusion(dtype = DType::I32, shape = [logits[0]].into())]
     fn sample_tokens(
         logits: FloatTensor<Self>,
@@ -27,7 +27,6 @@ pub trait SamplingOps: Backend {
 
 reference_backends!(SamplingOps);
 
-/// What [`SamplingOps::sample_tokens`] says, on the host.
 pub(crate) fn sampled_on_host<B: Backend>(
     logits: FloatTensor<B>,
     draws: FloatTensor<B>,

@@ -1,4 +1,4 @@
-//! Summaries of pages, and scores by them, on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
+//! Page summaries, and scores by them, on each backend. Autodiff needs no implementation: the public functions detach their tensors first.
 
 #[cfg(feature = "cube")]
 mod kernels {

@@ -1,4 +1,4 @@
-//! Pages that queries choose by summaries of their keys, before attention reads them.
+//! Selection of pages by summaries of their keys, before attention reads them.
 
 pub(crate) mod backend;
 pub(crate) mod ops;
@@ -12,18 +12,17 @@ use crate::summaries::ops::{PageScoreInputs, PageSummaryOps, SummarizeInputs};
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 
-/// Summaries of pages of keys: `[pages, 2, d_k]`, the largest value of each channel and then the smallest, or
-/// `[pages, 1, d_k]`, the means.
+/// Summaries of pages of keys: `[pages, 2, d_k]` with the maximum and then the minimum of each channel, or `[pages, 1, d_k]` with the means.
 #[derive(Clone, Debug)]
 pub struct PageSummaries {
     /// Kind of the summary.
     pub summary: PageSummary,
-    /// The elements. Bounds are exact in the keys' dtype.
+    /// The summaries. Bounds are exact in the keys' dtype.
     pub values: Tensor<3>,
 }
 
 impl PageSummaries {
-    /// Summaries of pages without keys: zeros.
+    /// Makes summaries of empty pages: zeros.
     pub fn zeros(
         summary: PageSummary,
         pages: usize,
@@ -47,8 +46,8 @@ impl PageSummaries {
 }
 
 /// Updates the summaries of the pages that new keys were written to, from all keys of such a page up to the last new one. Works in place if the call
-/// alone holds the buffer: hand it over, and keep no clone. Call it after [`append_rows`](crate::append_rows), with the same slots; those of a page
-/// are adjacent and ascending. Whatever a page held before (keys taken back, a copy, another sequence) has no influence.
+/// holds the only reference to the buffer (pass it by value and keep no clone). Call it after [`append_rows`](crate::append_rows), with the same
+/// slots; those of a page are adjacent and ascending. Former contents of a page (keys rolled back, a copy, another sequence) have no influence.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -70,10 +69,10 @@ impl PageSummaries {
 ///
 /// # Shapes
 /// - `keys`: `[pages, P, d_k]`
-/// - `slots`: `[batch, 1 or kv_heads, s]`, i32, as [`append_rows`](crate::append_rows) has them
+/// - `slots`: `[batch, 1 or kv_heads, s]`, i32, like those of [`append_rows`](crate::append_rows)
 ///
 /// # Errors
-/// [`OpError`] if shapes or devices do not fit each other, or no feature of this crate serves the device.
+/// [`OpError`] if shapes or devices do not match, or no feature of this crate serves the device.
 pub fn summarize_pages(
     summaries: PageSummaries,
     keys: &Tensor<3>,
@@ -87,8 +86,8 @@ pub fn summarize_pages(
     summarize_stored(summaries, &store, kv_heads, slots)
 }
 
-/// [`summarize_pages`] of stored keys. Keys in eight bits are dequantized, so bounds are those of the keys that attention sees; their summaries are
-/// f32.
+/// [`summarize_pages`] for keys in any storage format. 8-bit keys are dequantized, so bounds are those of the keys that attention sees; their
+/// summaries are f32.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor};
@@ -108,7 +107,7 @@ pub fn summarize_pages(
 /// ```
 ///
 /// # Errors
-/// As [`summarize_pages`]; if summaries of 8-bit pages are not f32.
+/// Those of [`summarize_pages`]; also if summaries of 8-bit pages are not f32.
 pub fn summarize_stored(
     summaries: PageSummaries,
     store: &PagedStore,
@@ -150,16 +149,16 @@ pub fn summarize_stored(
     })
 }
 
-/// Scores of each query for the pages of region one, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, an upper bound of the
-/// dot products with the page's keys, or `q · mean`; then the mean or sum over the heads that share keys. Elements beyond the pages of a list are
-/// undefined.
+/// Returns the scores of each query for the pages of region one, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, an upper
+/// bound of the dot products with the page's keys, or `q · mean`; then the mean or sum over the heads that share a KV head. Elements beyond the
+/// pages of a list are undefined.
 ///
 /// # Shapes
-/// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
-/// - `table`, `spans`: as [`PagedKeysValues`](crate::PagedKeysValues) has them
+/// - `q`: `[batch, heads, d_k]`, one query of each head per page list
+/// - `table`, `spans`: those of [`PagedKeysValues`](crate::PagedKeysValues)
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+/// [`OpError`] if shapes, dtypes or devices do not match, or no feature of this crate serves the device.
 pub fn page_scores(
     q: Tensor<3>,
     summaries: &PageSummaries,
@@ -181,8 +180,8 @@ pub fn page_scores(
 }
 
 /// Selects pages for [`PagedKeysValues::selected`](crate::PagedKeysValues::selected). For each query and KV head these are the
-/// [forced](PageChoice::forced) blocks of pages, with the one in which region one ends, and the others with the highest [`page_scores`], up to `keep`
-/// (ties go to the earlier; NaN sorts last). Pages are ascending, −1 where there are fewer. Lengths and tables stay on the device, nothing is read
+/// [forced](PageChoice::forced) blocks of pages, including the one in which region one ends, and the others with the highest [`page_scores`], up to
+/// `keep` (ties go to the earlier; NaN sorts last). Pages are ascending, padded with −1. Lengths and tables stay on the device, nothing is read
 /// back, and launches depend on shapes alone.
 ///
 /// ```
@@ -213,11 +212,11 @@ pub fn page_scores(
 /// ```
 ///
 /// # Shapes
-/// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
+/// - `q`: `[batch, heads, d_k]`, one query of each head per page list
 /// - output: i32 `[batch, kv_heads, choice.selected_pages()]`
 ///
 /// # Errors
-/// As [`page_scores`].
+/// Those of [`page_scores`].
 pub fn select_pages(
     q: Tensor<3>,
     summaries: &PageSummaries,

@@ -1,4 +1,4 @@
-//! The backend trait of summaries of pages and scores by them, what crosses it, and the same in Burn's primitives.
+//! The backend trait of page summaries and of scores by them, its argument types, and a reference in Burn's primitives.
 
 use crate::paged::reference::{HostInts, assign, rows_at, written};
 use crate::paged::values::StoredRows;
@@ -14,7 +14,7 @@ op_values! {
         pub summaries: FloatTensor,
         /// Keys of the pages.
         pub keys: StoredRows,
-        /// `[batch, T, s]`: where rows went, or a negative number.
+        /// `[batch, T, s]`: slots of the new rows; negative: not stored.
         pub slots: IntTensor,
     }
 
@@ -31,7 +31,7 @@ op_values! {
     }
 }
 
-/// Summaries of pages and scores by them as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+/// Page summaries and scores by them as backend operations, on tensors that are not on an autodiff device. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -39,7 +39,7 @@ op_values! {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait PageSummaryOps: Backend {
-    /// Summaries of the pages that rows were written to: in place where the call alone holds them, otherwise in a copy.
+    /// Updates the summaries of the pages that rows were written to: in place if the call holds the only reference, otherwise in a copy.
     #[fusion(dtype = inputs.summaries.dtype, shape = inputs.summaries.shape.clone())]
     fn summarize_pages(
         #[extension_type] inputs: SummarizeInputs<Self>,
@@ -49,7 +49,7 @@ pub trait PageSummaryOps: Backend {
         summarize::<Self>(inputs, kv_heads, summary)
     }
 
-    /// Scores of pages, f32 `[batch, kv_heads, entries]`.
+    /// Computes scores of pages, f32 `[batch, kv_heads, entries]`.
     #[fusion(
         dtype = DType::F32,
         shape = [inputs.table.shape[0], *kv_heads, inputs.table.shape[2]].into()
@@ -65,7 +65,7 @@ pub trait PageSummaryOps: Backend {
 
 reference_backends!(PageSummaryOps);
 
-/// A page that has new keys, and how many it has with them.
+/// A page with new keys, and its number of keys including them.
 struct Touched {
     page: i64,
     keys: i64,
@@ -100,7 +100,7 @@ pub(crate) fn summarize<B: Backend>(
     let summaries = Array::<B>(summaries);
     let (device, dtype, shape) = (summaries.0.device(), summaries.dtype(), summaries.shape());
     let count = touched.len();
-    // The first key once more for each that is not there.
+    // Pad with the page's first key: bounds ignore repetitions, and means weigh them 0.
     let ids = touched.iter().flat_map(|touched| {
         (0..size).map(|slot| touched.page * size + if slot < touched.keys { slot } else { 0 })
     });
@@ -165,7 +165,7 @@ pub(crate) fn scores<B: Backend>(
     let numbers = rows * width;
     let q = q.reshape([batch * kv_heads, group, numbers]);
     let q = q.sum_dim(1) * choice.factor(group);
-    // With one table the pages of the heads follow each other.
+    // With one table the pages of the heads are adjacent.
     let shared = kv_heads / tables;
     let ids = B::int_clamp_min(table, 0.into());
     let ids = B::int_reshape(ids, Shape::new([batch, tables, 1, entries]));

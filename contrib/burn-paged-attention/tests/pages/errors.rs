@@ -1,4 +1,4 @@
-//! What a pool of pages refuses.
+//! Errors of a pool of pages.
 
 use blocksparse::Pattern;
 use burn_paged_attention::pages::{CacheError, KvRetention, PagePool, PoolConfig, Step, Writes};
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use crate::tables::{joined, small};
 
-/// Calls end where the pattern allows it.
+/// Calls end where the pattern allows a boundary.
 #[test]
 fn boundaries() {
     for pattern in [
@@ -25,7 +25,7 @@ fn boundaries() {
                 Ok(_) => allowed.push(t),
                 Err(CacheError::Boundary { position, .. }) => {
                     assert_eq!((position, pool.len(id).unwrap()), (t, 0));
-                    // The end of a sequence may be anywhere, but nothing comes after it.
+                    // The end of a sequence may be anywhere, but nothing can follow it.
                     pool.step(Step::decode(id, t).last()).unwrap();
                     pool.verify().unwrap();
                     let after = pool.append(id, 1);
@@ -101,7 +101,7 @@ fn errors_name_what_is_wrong() {
     pool.verify().unwrap();
 }
 
-/// Nothing is asked of the tensors for no tokens.
+/// A step without tokens changes no tensors.
 #[test]
 fn no_tokens() {
     let (mut pool, id) = joined(small(2, 4, Pattern::local(3)), KvRetention::Reachable);
@@ -117,7 +117,7 @@ fn no_tokens() {
     pool.verify().unwrap();
 }
 
-/// Each pool size is too small for something: it says so, and nothing has changed.
+/// Every pool size is too small for something: the call fails, and nothing has changed.
 #[test]
 fn out_of_pages_at_every_point() {
     let pattern = Pattern::fixed_heads(6, 1, 2);
@@ -167,7 +167,7 @@ fn number() -> impl Strategy<Value = usize> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Numbers of any size are an error or work; nothing panics, and nothing is made that large.
+    /// Numbers of any size give an error or work; nothing panics, and nothing of such size is allocated.
     #[test]
     fn arguments_of_any_size(
         (pages, page_size, heads, kv_heads) in (number(), number(), number(), number()),
@@ -182,7 +182,7 @@ proptest! {
         ],
         calls in prop::collection::vec((0usize..8, number()), 0..8),
     ) {
-        // Of thousands of rows each one is made, as it should be.
+        // Thousands of table rows would really be allocated.
         prop_assume!(heads <= 64 || !heads.is_multiple_of(kv_heads.max(1)) || kv_heads == 0);
         let page_size = if page_size % 3 == 0 { page_size } else { 16 };
         let config = PoolConfig::new(pages).with_page_size(page_size).with_rollback(rollback);
@@ -195,7 +195,7 @@ proptest! {
         let residency = [KvRetention::All, KvRetention::Reachable, KvRetention::Window { window, sinks }][residency];
         let Ok(id) = pool.join(residency) else { return Ok(()) };
         for (call, n) in calls {
-            // What would be written is a list of that many slots.
+            // A step allocates a list of as many slots.
             let step = if n > 1 << 12 && n < 1 << 31 { 5 } else { n };
             let _ = match call {
                 0 => pool.append(id, step).err(),
@@ -213,7 +213,7 @@ proptest! {
     }
 }
 
-/// A pool can go to another thread.
+/// Pools are `Send` and `Sync`.
 #[test]
 fn pools_are_sent() {
     fn sent<T: Send + Sync>() {}

@@ -1,4 +1,4 @@
-//! Sequences whose keys are evicted: the books against lists of what each slot holds.
+//! Sequences with eviction: the block tables against lists of each slot's contents.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use proptest::prelude::*;
 
 use crate::tables::{joined, pages_of, small, stored};
 
-/// Sequences, and what the slots hold.
+/// Sequences, and the contents of the slots.
 struct Machine {
     pool: PagePool,
-    /// Of each sequence the keys of each row, in order, and how short it can be made.
+    /// Keys of each row of a sequence, in order, and the least length that it can be rolled back to.
     models: BTreeMap<SequenceId, (Vec<Vec<u64>>, usize)>,
     memory: Vec<u64>,
     next_key: u64,
@@ -68,7 +68,7 @@ impl Machine {
         }
     }
 
-    /// Keeps the keys that a number's bits say.
+    /// Retains the keys selected by the bits of a number.
     fn retain(&mut self, id: SequenceId, bits: u64) {
         let (rows, _) = &self.models[&id];
         let oldest = self.pool.oldest(id).unwrap();
@@ -165,7 +165,7 @@ fn kept_keys_come_to_the_front() {
     assert_eq!(stored(&pool, id, 0), [vec![5, 6, 7, 8, 9], vec![]]);
     assert_eq!(stored(&pool, fork, 0)[0].len(), 10);
     assert_eq!(pool.usage(id).unwrap().live, 5);
-    // Its own pages are written in place.
+    // Its own pages are rewritten in place.
     let retained = pool.retain(fork, &[3]).unwrap();
     let expected = (vec![vec![0, 1, 2]], vec![1, 2]);
     assert_eq!((retained.slots, retained.freed), expected);
@@ -179,7 +179,7 @@ fn kept_keys_come_to_the_front() {
         pool.truncate(fork, 9),
         Err(CacheError::Gone { asked, oldest })
     );
-    // All queries see what is kept.
+    // All queries see the retained keys.
     assert!(pool.single_sees_all(KvRetention::Evict));
     assert_eq!(pool.row_slots(fork, 0, 10).unwrap(), [0, 1, 2]);
     // Saved and loaded.
@@ -214,7 +214,7 @@ fn errors() {
         let mut pool = PagePool::new(small(4, 4, pattern.clone())).unwrap();
         refused! { pool.join(KvRetention::Evict) => format!("pattern must be the dense causal pattern in every head where a cache evicts keys by attention, got {pattern}"); }
     }
-    // What can be taken back has to stay.
+    // Keys that can be rolled back must stay.
     let config = small(4, 4, Pattern::causal()).with_rollback(3);
     let (mut pool, id) = joined(config, KvRetention::Evict);
     pool.append(id, 9).unwrap();
@@ -225,7 +225,7 @@ fn errors() {
     assert_eq!(stored(&pool, id, 0), [vec![5], vec![]]);
 }
 
-/// What is known of an evicted sequence's pages is not what is in them afterwards.
+/// Known contents of an evicted sequence's pages are forgotten.
 #[test]
 fn prefixes() {
     let config = small(8, 4, Pattern::causal()).with_prefix_reuse(1);
@@ -243,7 +243,7 @@ fn prefixes() {
     assert_eq!(pool.known_prefix(KvRetention::Evict, &tokens).unwrap(), 0);
 }
 
-/// The first row needs a page for what it shares with a fork, and there is none but what the second one lets go.
+/// The first row needs a page in place of one shared with a fork, and the only free one comes from the second row.
 #[test]
 fn rows_take_what_other_rows_let_go() {
     let mut machine = Machine::new(4, 2, 0);

@@ -1,4 +1,4 @@
-//! Which keys eviction keeps: worked examples whose attention is computed here in f64.
+//! Keys that eviction retains: worked examples, with attention computed here in f64.
 
 use burn_paged_attention::pages::{
     EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
@@ -8,13 +8,13 @@ use rstest::rstest;
 
 const N: usize = 10;
 
-/// Exact in every float: queries 0, keys 1.
+/// Returns an element that is exact in every float dtype: of queries (0) or keys (1).
 fn val(a: usize, h: usize, i: usize, c: usize) -> f64 {
     let number = 131 * a + 61 * h + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
     ((number % 23) as f64 - 11.0) / 8.0
 }
 
-/// Attention of query `i` of a head to some of the keys; the KV head is 0.
+/// Returns the attention of query `i` of a head to some keys of KV head 0.
 fn row(head: usize, i: usize, keys: &[usize]) -> Vec<f64> {
     let score = |&j: &usize| {
         let products = (0..4).map(|c| val(0, head, i, c) * val(1, 0, j, c));
@@ -29,7 +29,7 @@ fn dense(head: usize, i: usize) -> Vec<f64> {
     row(head, i, &(0..=i).collect::<Vec<_>>())
 }
 
-/// Sums over both heads and the last `rows` queries.
+/// Returns the sums over both heads and the last `rows` queries.
 fn columns(rows: usize) -> Vec<f64> {
     let mut sums = vec![0.0; N];
     for head in 0..2 {
@@ -81,7 +81,7 @@ fn after_a_prompt() {
     assert_eq!(choose(combined(EvictionScore::LastRow), &last), expected);
 }
 
-/// What is evicted at each token, with its score; and what is kept.
+/// Returns the key evicted at each token, with its score; and the retained keys.
 fn token_by_token(config: EvictionConfig) -> (Vec<(usize, f64)>, Vec<usize>, Vec<f64>) {
     let (mut keys, mut sums): (Vec<usize>, Vec<f64>) = (vec![], vec![]);
     let mut evicted = Vec::new();
@@ -141,9 +141,9 @@ fn votes() {
 fn best_ones() {
     assert_eq!(best(&[1.2, 2.0, 0.5, 2.5], 2), [1, 3]);
     assert_eq!(best(&[0.1, 0.9, 0.3, 0.8], 2), [1, 3]);
-    // Fixed importance: the first two.
+    // Constant importance: the first two.
     assert_eq!(best(&[4.0, 3.0, 2.0, 1.0], 2), [0, 1]);
-    // A window of 3 of 5 keys, and 2 recent ones beside the best, B.
+    // A window of 3 of 5 keys; 2 recent ones and the best, B.
     let kept = |config: EvictionConfig, scores: &[f32]| {
         let kept = config.choose(&[scores], config.capacity());
         kept.unwrap().remove(0)
@@ -151,11 +151,11 @@ fn best_ones() {
     let window = EvictionConfig::combined(EvictionScore::Custom, 0, 2, 1);
     assert_eq!(kept(window, &[0.0, 1.0, 2.0, 3.0, 4.0]), [2, 3, 4]);
     assert_eq!(kept(window, &[0.0, 9.0, 2.0, 3.0, 4.0]), [1, 3, 4]);
-    // The norm with its sign.
+    // The negative norm.
     let norms = [1.2f32, 2.0, 0.5, 2.5].map(|norm| -norm);
     assert_eq!(kept(EvictionConfig::key_norm(2), &norms), [0, 2]);
 
-    // Ties go to the later one, and no number is worth less than NaN.
+    // Ties go to the later one, and NaN is lowest.
     assert_eq!(best(&[1.0; 4], 2), [2, 3]);
     assert_eq!(best(&[0.0, -0.0, 0.0], 1), [2]);
     assert_eq!(best(&[f32::NAN, f32::NEG_INFINITY, f32::NAN], 2), [1, 2]);
@@ -215,7 +215,7 @@ fn adaptive_heads() {
 
     let config = EvictionConfig::importance(4).with_budget(EvictionBudget::Adaptive { alpha: 0.5 });
     assert_eq!(config.choose(&heads, 4).unwrap(), kept);
-    // With nothing certain, and with everything certain.
+    // With no guaranteed share, and with everything guaranteed.
     let sizes = |alpha| {
         let kept = adaptive(&heads, 4, alpha).unwrap();
         kept.iter().map(Vec::len).collect::<Vec<_>>()
@@ -224,7 +224,7 @@ fn adaptive_heads() {
     assert_eq!(sizes(1.0), [4, 4, 4]);
 }
 
-/// All KV heads keep the same keys where the score is the layer's.
+/// All KV heads retain the same keys if the score is the layer's.
 #[test]
 fn heads() {
     let scores: [&[f32]; 2] = [&[0.5, 0.0, 0.3, 0.2], &[0.0, 0.4, 0.3, 0.3]];
@@ -232,7 +232,7 @@ fn heads() {
     assert_eq!(config.choose(&scores, 3).unwrap(), [[0, 2, 3], [0, 2, 3]]);
     let each = EvictionConfig::h2o(2, 1);
     assert_eq!(each.choose(&scores, 3).unwrap(), [[0, 2, 3], [1, 2, 3]]);
-    // Fewer keys than are kept without a contest.
+    // Fewer keys than sinks and recent ones.
     let few = EvictionConfig::combined(EvictionScore::Sum, 2, 3, 1);
     let expected = [[0, 1, 2, 3], [0, 1, 2, 3]];
     assert_eq!(few.choose(&scores, 6).unwrap(), expected);

@@ -1,4 +1,4 @@
-//! Pages that are known by their tokens, and sequences that are saved.
+//! Pages that are known by their tokens, and saved sequences.
 
 use blocksparse::Pattern;
 use burn_paged_attention::pages::{
@@ -9,18 +9,18 @@ use serde_json::json;
 
 use crate::tables::{joined, pages_of, small, stored};
 
-/// A pool that knows pages by their tokens.
+/// Makes a pool with prefix reuse.
 fn knowing(pages: usize, mask: u64) -> PagePool {
     let config = small(pages, 4, Pattern::causal()).with_prefix_reuse(7);
     PagePool::new(config.with_hash_mask(mask)).unwrap()
 }
 
-/// How many tokens of a text are known.
+/// Returns the known prefix of a text.
 fn prefix(pool: &PagePool, tokens: &[u32]) -> usize {
     pool.known_prefix(KvRetention::Reachable, tokens).unwrap()
 }
 
-/// A sequence that has a prompt.
+/// Reads a prompt, and returns its sequence and the known prefix.
 fn read(pool: &mut PagePool, prompt: &[u32]) -> (SequenceId, usize) {
     let reachable = KvRetention::Reachable;
     let (id, known) = pool
@@ -32,7 +32,7 @@ fn read(pool: &mut PagePool, prompt: &[u32]) -> (SequenceId, usize) {
     (id, known)
 }
 
-/// Full pages of a prompt are found again, but not the one of its last token; also when their hashes are all the same.
+/// Full pages of a prompt are found again, except that of its last token; also if all hashes collide.
 #[rstest]
 #[case(u64::MAX)]
 #[case(0)]
@@ -44,19 +44,19 @@ fn known_prefixes(#[case] mask: u64) {
     let (b, known) = read(&mut pool, &prompt);
     assert_eq!((known, pages_of(&pool, b)), (8, [vec![0, 1, 3], vec![]]));
     pool.leave(b).unwrap();
-    // The last token's row has to be computed.
+    // The last token has to be computed.
     assert_eq!(prefix(&pool, &prompt[..8]), 4);
     assert_eq!(prefix(&pool, &prompt[..9]), 8);
     assert_eq!(prefix(&pool, &prompt[..4]), 0);
     assert_eq!(prefix(&pool, &[]), 0);
-    // Tokens of the second page after another first one are another page.
+    // The second page's tokens after another first page are another page.
     let other: Vec<u32> = [9, 9, 9, 9].into_iter().chain(4..10).collect();
     assert_eq!(prefix(&pool, &other), 0);
     let (c, known) = read(&mut pool, &other);
     assert_eq!(known, 0);
     assert_eq!(prefix(&pool, &other), 8);
     assert_eq!(pool.known_prefix(KvRetention::All, &prompt).unwrap(), 0);
-    // After all have left their full pages are known, and free nevertheless.
+    // After all sequences have left, their full pages are both known and free.
     pool.leave(a).unwrap();
     pool.leave(c).unwrap();
     assert_eq!((pool.free_pages(), pool.idle_pages()), (8, 4));
@@ -68,7 +68,7 @@ fn known_prefixes(#[case] mask: u64) {
     pool.verify().unwrap();
 }
 
-/// Known pages are taken when no others are free: those used longest ago first, of those used together the last of a chain first.
+/// Known pages are taken if no others are free: least recently used first, and of those used together the end of a chain first.
 #[test]
 fn known_pages_are_forgotten() {
     let mut pool = knowing(6, u64::MAX);
@@ -94,7 +94,7 @@ fn known_pages_are_forgotten() {
     assert_eq!(pool.append(id, 1), expected);
 }
 
-/// A page whose tokens change is not known any more; one that others hold is, and is copied.
+/// A page whose tokens change is forgotten; a shared one is copied, and stays known.
 #[test]
 fn known_pages_that_are_written() {
     let mut pool = knowing(8, u64::MAX);
@@ -120,7 +120,7 @@ fn known_pages_that_are_written() {
     refused! { plain.remember(id, &[]) => "config must be one with prefix reuse, got one without it"; }
 }
 
-/// Pages of a window are known as long as none of their keys is dead; those of heads with different lifetimes are not.
+/// Pages of a window are known as long as none of their keys is dead; pages of heads with different lifetimes are not.
 #[test]
 fn known_pages_of_patterns() {
     for (pattern, expected) in [
@@ -137,7 +137,7 @@ fn known_pages_of_patterns() {
         let prompt: Vec<u32> = (0..20).collect();
         let id = pool.join(KvRetention::Reachable).unwrap();
         for _ in 0..10 {
-            // What cannot stop in between comes at once.
+            // Patterns without boundaries in between get all tokens at once.
             if pool.append(id, 2).is_err() {
                 pool.step(Step::decode(id, 20).last()).unwrap();
                 break;
@@ -155,7 +155,7 @@ fn known_pages_of_patterns() {
     }
 }
 
-/// A saved sequence is loaded into pages of another size; what is of another pool or altered is not.
+/// A saved sequence is loaded into pages of another size; sequences of another pool and altered ones are refused.
 #[test]
 fn saved_sequences() {
     let pattern = Pattern::fixed(4, 1);

@@ -1,4 +1,4 @@
-//! Random calls to a pool of pages, against plain lists of tokens and pages that are really written and copied.
+//! Random calls on a page pool, against plain lists of tokens, with pages that are really written and copied.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,14 +13,14 @@ use proptest::test_runner::TestRunner;
 
 use crate::rows::is_near;
 
-/// A call, its sequence as a number of those there are.
+/// A call; sequences are indices into the present ones.
 #[derive(Clone, Debug)]
 enum Call {
     Join(KvRetention),
-    /// With the tokens of a sequence that there was, so many of them, and some others.
+    /// With a prefix of an earlier sequence's tokens, of this length, and some others.
     JoinWithPrefix(KvRetention, usize, usize),
     Remember(usize, usize),
-    /// Saved, and loaded as another one.
+    /// Save a sequence, and load it as a new one.
     SaveAndLoad(usize),
     Leave(usize),
     Fork(usize),
@@ -79,17 +79,17 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// What a sequence is: its tokens and how it is kept.
+/// Tokens and retention of a sequence.
 struct Model {
     tokens: Vec<u32>,
     residency: KvRetention,
-    /// How far back it must be possible to go.
+    /// Least length that it must be possible to roll back to.
     oldest: usize,
-    /// The sequence's table on the device, for which only changes were sent.
+    /// The sequence's table on the device, to which only changes were sent.
     table: Vec<Vec<i32>>,
 }
 
-/// What stands for each key: it depends on all tokens up to its own.
+/// Returns the contents of each key, a hash of all tokens up to its own.
 fn contents(tokens: &[u32]) -> Vec<u64> {
     let mut hasher = DefaultHasher::new();
     let mut content = |token: &u32| {
@@ -104,14 +104,14 @@ struct Machine {
     pattern: Pattern,
     heads: usize,
     models: BTreeMap<SequenceId, Model>,
-    /// What the slots of the pages hold: the table row, and what stands for a key: all tokens up to it.
+    /// Contents of the slots: table row, and hash of all tokens up to the key's.
     memory: Vec<Option<(usize, u64)>>,
     next_token: u32,
-    /// Tokens of sequences that were.
+    /// Tokens of earlier sequences.
     prompts: Vec<Vec<u32>>,
     is_knowing: bool,
     rollback: usize,
-    /// Tokens that were found among them.
+    /// Number of tokens of known prefixes that were found.
     found: usize,
 }
 
@@ -142,7 +142,7 @@ impl Machine {
         self.models.keys().nth(at % count).copied()
     }
 
-    /// Does what the pool says to the pages.
+    /// Applies the pool's writes to the pages.
     fn write(&mut self, steps: Vec<(SequenceId, Writes)>) {
         let page_size = self.pool.config().page_size();
         let freed = steps.iter().flat_map(|(_, writes)| &writes.freed);
@@ -346,7 +346,7 @@ impl Machine {
         }
     }
 
-    /// The last query of a key by any head of a table row.
+    /// Returns the last query of a key by any head of a table row.
     fn last(&self, model: &Model, row: usize, position: usize) -> i32 {
         let of_row = self.heads / self.pool.table_rows();
         let heads = row * of_row..(row + 1) * of_row;
@@ -366,7 +366,7 @@ impl Machine {
         }
     }
 
-    /// Every key that is needed is where the tables say, and holds its token.
+    /// Checks that every key that is needed is in its slot and has its contents.
     fn check(&self) {
         self.pool.verify().unwrap();
         let page_size = self.pool.config().page_size();
@@ -441,7 +441,7 @@ impl Machine {
     }
 }
 
-/// Calls that write and find pages that are known by their tokens.
+/// Generates calls that write and find known pages.
 fn knowing_call() -> impl Strategy<Value = Call> {
     let residency = Just(KvRetention::Reachable);
     prop_oneof![
@@ -472,7 +472,7 @@ fn run(mut machine: Machine, pages: usize, calls: &[Call]) -> usize {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever is called, in whatever order: the pages hold what they should, or there is an error and nothing has changed.
+    /// Any calls in any order leave the right contents, or fail without any change.
     #[test]
     fn calls_in_any_order(
         pattern in prop::sample::select(patterns()),
@@ -495,7 +495,7 @@ proptest! {
     }
 }
 
-/// Sequences that begin alike, whose pages are found, written and forgotten.
+/// Sequences with common beginnings, whose pages are found, written and forgotten.
 #[test]
 fn prefixes_in_any_order() {
     let mut runner = TestRunner::deterministic();

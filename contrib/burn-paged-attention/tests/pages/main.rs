@@ -1,4 +1,4 @@
-//! The tests of the books of pages in one program.
+//! The tests of page pools in one program.
 
 #[macro_use]
 #[path = "../../../../crates/blocksparse/tests/all/refused.rs"]

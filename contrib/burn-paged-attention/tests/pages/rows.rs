@@ -1,4 +1,4 @@
-//! The slots of single queries, against the pairs of the pattern.
+//! Slots of single queries, against the pairs of the pattern.
 
 use blocksparse::{LastUse, Pattern};
 use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, SequenceId, SlotKey, Step};
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use crate::random_patterns::pattern;
 use crate::tables::joined;
 
-/// The positions that a plan's slots hold, by way of the table.
+/// Returns the positions in a query's slots, through the table.
 fn positions(pool: &PagePool, id: SequenceId, head: usize, query: usize) -> Vec<usize> {
     let page_size = pool.config().page_size();
     let row = pool.row_of_head(head);
@@ -34,7 +34,7 @@ pub(crate) fn is_near(residency: KvRetention, key: usize, query: usize) -> bool 
     }
 }
 
-/// A query's slots are found at once, however long the sequence is.
+/// The time to find a query's slots does not depend on the sequence's length.
 #[test]
 fn long_sequences() {
     let n = 1 << 20;
@@ -57,7 +57,7 @@ fn long_sequences() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Every query from the oldest on reads the pattern's keys, through whatever pages.
+    /// Every query from the oldest on reads exactly the pattern's keys, with any page size.
     #[test]
     fn rows_are_those_of_the_pairs(
         pattern in pattern(),
@@ -96,7 +96,7 @@ proptest! {
                     }
                 }
             }
-            // Where nothing but positions and last queries decides, they do.
+            // If visibility depends only on positions and last queries, these suffice.
             if pool.row_is_live() {
                 for row in 0..pool.table_rows() {
                     let head = row * (heads / pool.table_rows());
@@ -113,7 +113,7 @@ proptest! {
         }
     }
 
-    /// Where a pool says so, a single query sees every slot that its sequence has.
+    /// If a pool says so, a single query sees every slot of its sequence.
     #[test]
     fn single_queries_see_all_slots(
         pattern in pattern(),
@@ -129,7 +129,7 @@ proptest! {
     ) {
         let [heads, kv_heads] = groups;
         let pattern = pattern.and_causal();
-        // Most patterns are not of those; that is no reason to ask for others.
+        // Most patterns are invalid for these heads, so `prop_assume` would reject too many.
         if pattern.validate(heads).is_err() {
             return Ok(());
         }
@@ -156,7 +156,7 @@ proptest! {
         }
     }
 
-    /// What is live is what is seen, where a pattern says so.
+    /// If a pattern says so, exactly the live keys are seen.
     #[test]
     fn live_rows(pattern in pattern(), causal in any::<bool>()) {
         let pattern = if causal { pattern.and_causal() } else { pattern };

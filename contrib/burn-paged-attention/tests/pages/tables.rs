@@ -1,4 +1,4 @@
-//! The books of a pool of pages: worked examples, and what they take.
+//! Block tables of a page pool: worked examples, and memory.
 
 use blocksparse::{LastUse, Pattern};
 use burn_paged_attention::pages::{
@@ -7,20 +7,20 @@ use burn_paged_attention::pages::{
 };
 use rstest::rstest;
 
-/// A pool of small pages.
+/// Makes a pool of small pages.
 pub(crate) fn small(pages: usize, page_size: usize, pattern: Pattern) -> PoolConfig {
     let config = PoolConfig::new(pages).with_small_pages();
     config.with_page_size(page_size).with_pattern(pattern, 1, 1)
 }
 
-/// A pool, and a sequence in it.
+/// Makes a pool with a sequence.
 pub(crate) fn joined(config: PoolConfig, retention: KvRetention) -> (PagePool, SequenceId) {
     let mut pool = PagePool::new(config).unwrap();
     let id = pool.join(retention).unwrap();
     (pool, id)
 }
 
-/// The pages of a sequence's row and region, from its table: permanent, then timed.
+/// Returns the pages of a sequence's row, from its table: permanent, then timed.
 pub(crate) fn pages_of(pool: &PagePool, id: SequenceId) -> [Vec<usize>; 2] {
     let tables = pool.tables(&[id]).unwrap();
     let p = pool.config().page_size();
@@ -35,7 +35,7 @@ pub(crate) fn pages_of(pool: &PagePool, id: SequenceId) -> [Vec<usize>; 2] {
     ]
 }
 
-/// Positions that a row of a sequence stores: of the permanent region, and of the timed one.
+/// Returns the positions that a row of a sequence stores: in the permanent region, and in the timed one.
 pub(crate) fn stored(pool: &PagePool, id: SequenceId, row: usize) -> [Vec<usize>; 2] {
     let keys = pool.slot_keys(id, row).unwrap();
     let permanent = pool.spans(&[id]).unwrap()[row * 4] as usize;
@@ -46,7 +46,7 @@ pub(crate) fn stored(pool: &PagePool, id: SequenceId, row: usize) -> [Vec<usize>
     ]
 }
 
-/// One line of the table: tokens and pages of the sequences, and references of the eight pages, which follow.
+/// Checks one line of the worked example: tokens and pages of the sequences, and references of the eight pages.
 #[track_caller]
 fn line(pool: &PagePool, sequences: &[(SequenceId, usize, &[usize])]) {
     for &(id, len, pages) in sequences {
@@ -111,14 +111,14 @@ fn sharing_and_copy_on_write() {
     line(&pool, &[(b, 6, &[0, 1]), (c, 9, &[4, 5, 2])]);
 }
 
-/// All of those of the first row.
+/// Returns all positions of the first row.
 fn all_stored(pool: &PagePool, id: SequenceId) -> Vec<usize> {
     let mut keys = stored(pool, id, 0).concat();
     keys.sort_unstable();
     keys
 }
 
-/// Keys that are live before query t, through a pool: what is stored when the query's own key comes.
+/// Keys that are live before query t: those stored when the query's own key comes.
 #[rstest]
 #[case("local:4", 1, [&[3, 4, 5][..], &[5, 6, 7], &[7, 8, 9], &[9, 10, 11]])]
 #[case("strided:4", 1, [&[0, 1, 2, 3, 4, 5][..], &[0, 1, 2, 3, 4, 5, 6, 7], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])]
@@ -146,7 +146,7 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
                 let mut keys = all_stored(&other, id);
                 keys.retain(|&key| key != t);
                 assert_eq!(keys, expected, "{pattern} at {t}, pages of {page_size}");
-                // A prompt, of which only what is live at its end is written.
+                // A prompt, of which only the keys live at its end are written.
                 let (mut prompt, id) = joined(config.clone(), KvRetention::Reachable);
                 prompt.step(Step::prefill(id, t)).unwrap();
                 prompt.verify().unwrap();
@@ -157,7 +157,7 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
     }
 }
 
-/// Heads that keep different columns have a table row each.
+/// Heads that retain different columns have separate table rows.
 #[test]
 fn rows_of_heads_that_differ() {
     let pattern = Pattern::fixed_heads(4, 1, 2);
@@ -169,11 +169,11 @@ fn rows_of_heads_that_differ() {
     assert_eq!(stored(&pool, id, 0), [vec![3, 7], vec![8, 9]]);
     assert_eq!(stored(&pool, id, 1), [vec![2, 6], vec![8, 9]]);
     pool.verify().unwrap();
-    // One row for all, where it is asked for.
+    // One row for all, on request.
     let (mut pool, id) = joined(config.with_table_rows(1), KvRetention::Reachable);
     pool.step(Step::prefill(id, 10)).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![2, 3, 6, 7], vec![8, 9]]);
-    // Two heads of a group of two share what either keeps.
+    // Two heads of a group of two share what either retains.
     let config = small(64, 4, pattern.clone()).with_pattern(pattern, 4, 2);
     let pool = PagePool::new(config).unwrap();
     assert_eq!((pool.table_rows(), pool.row_is_live()), (1, false));
@@ -182,7 +182,7 @@ fn rows_of_heads_that_differ() {
     assert_eq!((pool.table_rows(), pool.row_is_live()), (1, true));
 }
 
-/// What is kept for a rollback of 2: streaming(3, 2) before query 10 keeps what is live at 8, and what came after.
+/// Retained keys for a rollback of 2: streaming(3, 2) before query 10 retains the keys live at 8, and the later ones.
 #[test]
 fn rollback() {
     let config = small(16, 4, Pattern::streaming(3, 2)).with_rollback(2);
@@ -203,7 +203,7 @@ fn rollback() {
     pool.rollback(id, 3).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7]]);
     pool.verify().unwrap();
-    // What comes then is as if there had been no other tokens.
+    // The following tokens behave as if there had been no others.
     pool.append(id, 2).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7, 8, 9]]);
     let [asked, oldest] = [7, 8];
@@ -215,7 +215,7 @@ fn rollback() {
     pool.verify().unwrap();
 }
 
-/// Chunks of any length over the pages' ends, with and without a rollback, against the keys that a plain list would keep.
+/// Chunks of any length across page boundaries, with and without a rollback, against the keys that a plain list would retain.
 #[test]
 fn windows_in_chunks_of_any_length() {
     for (window, sinks, page_size) in [(4, 2, 2), (7, 3, 4), (1, 0, 1), (16, 1, 8), (5, 5, 16)] {
@@ -245,7 +245,7 @@ fn windows_in_chunks_of_any_length() {
     }
 }
 
-/// What long sequences take, one token at a time.
+/// Memory of long sequences, one token at a time.
 #[rstest]
 #[case("causal", [12_287, 1_048_575])]
 #[case("strided:128", [12_287, 1_048_575])]
@@ -265,7 +265,7 @@ fn sizes(#[case] pattern: &str, #[case] live: [usize; 2]) {
     let mut changes = 0;
     for (live, t) in live.into_iter().zip([12_287, 1_048_575]) {
         while pool.len(id).unwrap() < t {
-            // Token by token to where somebody looks.
+            // Single tokens only near the tested positions.
             let is_far = t - pool.len(id).unwrap() > 12_287;
             let tokens = if is_far { 7 } else { 1 };
             changes += pool.append(id, tokens).unwrap().changes.len();
@@ -277,15 +277,14 @@ fn sizes(#[case] pattern: &str, #[case] live: [usize; 2]) {
         assert_eq!(usage.bytes(2048), usage.slots * 2048);
         let tables = pool.tables(&[id]).unwrap();
         assert!(tables.max_pages <= (4 * usage.pages).next_power_of_two());
-        // A page is named by a constant number of changes.
+        // A page causes a constant number of changes.
         let is_right = changes <= 4 * (t / 64 + 1) + 16;
         assert!(is_right, "{pattern}: {changes} changes up to {t}");
     }
 }
 
-/// Slots are the keys that are live where a rollback goes back to, what the rollback and a call add, and a part of a page
-/// at each end of the timed region and at the end of the permanent one. Every step can be
-/// taken back.
+/// The slots are the keys live at the earliest rollback, those that the rollback and a call add, and a part of a page at each end of the timed
+/// region and at the end of the permanent one. Every step can be rolled back.
 #[test]
 fn slots_of_patterns() {
     for (pattern, parts) in [
@@ -322,7 +321,7 @@ fn slots_of_patterns() {
     }
 }
 
-/// A large pool costs what is used of it, and its last page is as good as the first.
+/// A large pool costs only the used part of it, and its last page works like the first.
 #[test]
 fn large_pools() {
     let (mut pool, id) = joined(PoolConfig::new(1 << 26), KvRetention::All);

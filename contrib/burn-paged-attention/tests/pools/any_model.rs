@@ -1,4 +1,4 @@
-//! A model that is none of the layers' crate, a small Llama, on pools.
+//! A model outside of the layers' crate, a small Llama, on pools.
 
 use burn::nn::{Embedding, EmbeddingConfig, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig};
 use burn_paged_attention::pool::GraphDecoder;
@@ -27,7 +27,7 @@ struct Llama {
     embed: Embedding,
     layers: Vec<Layer>,
     norm: RmsNorm,
-    /// The layer that refuses to compute.
+    /// Index of a layer that fails.
     broken: Option<usize>,
 }
 
@@ -123,7 +123,7 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
     }
 }
 
-/// The layers' own Llama, whose heads are wider than their share of the stream.
+/// The crate's own Llama, whose heads are wider than their share of the stream.
 #[test]
 fn the_llama_of_the_layers_decodes_from_pages() {
     let (device, _guard) = seeded(Device::flex(), 9);
@@ -195,7 +195,7 @@ fn texts_are_what_the_whole_would_write() {
     }
 }
 
-/// What layers before have done is taken back.
+/// If a layer fails, the work of earlier layers is undone.
 #[test]
 fn a_step_is_of_all_layers_or_of_none() {
     let (device, _guard) = seeded(Device::flex(), 8);

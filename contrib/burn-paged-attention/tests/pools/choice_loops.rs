@@ -1,4 +1,4 @@
-//! Blocks of a pool that heads which share keys choose together, against loops in f64.
+//! Block selection in a pool, shared among heads that share keys, against f64 loops.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ const WIDTH: usize = 32;
 const HEAD: usize = WIDTH / HEADS;
 const SEQ: usize = 103;
 
-/// What is chosen: blocks of so many keys, so many of them, the first ones and those up to a query's own always.
+/// Selection parameters: block size, number of kept blocks, forced first blocks and nearest ones.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     block: usize,
@@ -22,7 +22,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// What the heads see, `[1, heads, seq, width]`, of a layer without rotations.
+/// Returns the heads' outputs, `[1, heads, seq, width]`, of a layer without rotations.
 fn loops(mha: &SparseMultiHeadAttention, x: &Tensor<3>, choice: Choice) -> Tensor<4> {
     let kv_heads = mha.n_kv_heads();
     let group = HEADS / kv_heads;

@@ -1,4 +1,4 @@
-//! Sequences of a pool whose keys are evicted: which ones stay, against a simulation on the host, and what queries see.
+//! Eviction in a pool: retained keys against a simulation on the host, and the keys that queries see.
 
 use burn_paged_attention::pool::{EvictionBudget, EvictionScore, ScoreSmoothing};
 
@@ -22,7 +22,7 @@ pub fn attention(pattern: Pattern, kv_heads: usize) -> SparseMultiHeadAttentionC
         .with_n_kv_heads(Some(kv_heads))
 }
 
-/// Every policy, with a capacity of 9 and without slack but where it says so.
+/// Returns every policy, with a capacity of 9, and without slack unless stated.
 pub fn policies() -> Vec<EvictionConfig> {
     let snapkv = |kind| EvictionConfig::snapkv_with(9, 3, 3, kind);
     let adaptive = EvictionBudget::Adaptive { alpha: 0.2 };
@@ -51,7 +51,7 @@ pub fn policies() -> Vec<EvictionConfig> {
     all.into_iter().map(exact).collect()
 }
 
-/// A layer's queries and keys of one sequence, in f64.
+/// Scores and norms of a layer for one sequence, in f64.
 struct Host {
     /// `[heads][positions][positions]`
     scores: Vec<Vec<Vec<f64>>>,
@@ -88,7 +88,7 @@ impl Host {
         }
     }
 
-    /// Attention of a head's query to some keys.
+    /// Returns the attention of a head's query to some keys.
     fn attention(&self, head: usize, query: usize, keys: &[usize]) -> Vec<f64> {
         let scores = keys.iter().map(|&j| self.scores[head][query][j].exp());
         let scores: Vec<f64> = scores.collect();
@@ -97,11 +97,11 @@ impl Host {
     }
 }
 
-/// What a layer keeps of a sequence.
+/// Retained keys of a layer for a sequence.
 struct Simulation<'a> {
     host: &'a Host,
     config: EvictionConfig,
-    /// Of each KV head positions, and sums of attention.
+    /// Positions per KV head, and sums of attention.
     kept: Vec<Vec<usize>>,
     sums: Vec<Vec<f64>>,
     len: usize,
@@ -167,7 +167,7 @@ impl<'a> Simulation<'a> {
                     EvictionScore::Votes { window, .. } => window.min(self.len),
                     _ => 1,
                 };
-                // Of the keys there are, those up to each of the last queries.
+                // Among the stored keys, those up to each of the last queries.
                 let mut votes = vec![0.0; kept.len()];
                 for query in self.len - window..self.len {
                     let keys: Vec<usize> = kept.iter().copied().filter(|&at| at <= query).collect();
@@ -184,14 +184,14 @@ impl<'a> Simulation<'a> {
     }
 }
 
-/// Token by token, and after a prompt; and with pieces of several tokens.
+/// Token by token; a prompt and then tokens; and pieces of several tokens.
 fn chunkings() -> [Vec<usize>; 3] {
     let mut prompt = vec![20];
     prompt.extend([1; SEQ - 20]);
     [vec![1; SEQ], prompt, vec![6, 1, 1, 9, 1, 12, 1, 1, 5]]
 }
 
-/// Two sequences in calls of unequally many tokens.
+/// Feeds two sequences in calls with different numbers of tokens.
 pub fn calls_of_two(
     mha: &SparseMultiHeadAttention,
     x: &Tensor<3>,
@@ -249,7 +249,7 @@ pub fn part(tokens: &Tensor<2, Int>, first: usize, count: usize) -> Tensor<2, In
     tokens.clone().narrow(1, first, count)
 }
 
-/// Continues a sequence with tokens of a text, from where it is.
+/// Continues a sequence with tokens of a text, from its present length.
 pub fn go_on(
     model: &SparseTransformer,
     tokens: &Tensor<2, Int>,

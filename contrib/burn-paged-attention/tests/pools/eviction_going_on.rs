@@ -1,4 +1,4 @@
-//! Sequences whose keys are evicted, as they fork, go back and are told what counts.
+//! Sequences with eviction that fork, roll back and get scores from the caller.
 
 use std::slice::from_ref;
 
@@ -9,7 +9,7 @@ use crate::eviction::{
 };
 use crate::prelude::*;
 
-/// A fork goes on as the sequence would have; both keep what they do alone.
+/// A fork continues like the sequence would have; both retain the same as alone.
 #[test]
 fn forks() {
     let device = Device::flex();
@@ -53,7 +53,7 @@ fn forks() {
     }
 }
 
-/// Taken back within the rollback, a sequence is as if the tokens had never been; further back its keys are gone.
+/// Within the rollback, a sequence continues as if the rolled-back tokens had never existed; further back its keys are gone.
 #[test]
 fn going_back() {
     let device = Device::flex();
@@ -65,7 +65,7 @@ fn going_back() {
         config.recent = config.recent.max(3);
         let run = |drafts: bool| {
             let (mut pool, id) = joined(&model, &pool_config(1, config).with_rollback(3));
-            // Evicted after the prompt: of 16 tokens, then not before six more.
+            // Evicted after the prompt of 20 tokens; then not before six more.
             go_on(&model, &text, &mut pool, id, &[20, 1]);
             if drafts {
                 go_on(&model, &other, &mut pool, id, &[2]);
@@ -93,8 +93,8 @@ fn going_back() {
     }
 }
 
-/// Within the rollback the call that begins a sequence is taken back like any other, and so is a step over a page's edge: then all is as if those tokens had never
-/// been.
+/// Within the rollback, the call that begins a sequence is rolled back like any other, and so is a step across a page boundary: the sequence
+/// continues as if those tokens had never existed.
 #[test]
 fn going_back_into_the_first_call_and_over_pages() {
     let device = Device::flex();
@@ -146,7 +146,7 @@ fn going_back_into_the_first_call_and_over_pages() {
     }
 }
 
-/// Drafts that are refused leave no trace in what attention is summed up to: while nothing is evicted, texts are those without drafts.
+/// Rejected drafts leave no trace in the sums of attention: while nothing is evicted, texts equal those without drafts.
 #[test]
 fn drafts_go_back_over_pages() {
     let device = Device::flex();
@@ -174,7 +174,7 @@ fn drafts_go_back_over_pages() {
     }
 }
 
-/// The caller's scores of the tokens, of two sequences of unequal lengths; ties go to the later ones.
+/// The caller's scores of the tokens of two sequences of unequal lengths; ties go to the later ones.
 #[test]
 fn importance() {
     let device = Device::flex();
@@ -183,7 +183,7 @@ fn importance() {
     let config = pool_config(2, EvictionConfig::importance(3).with_slack(0));
     let mut pool = KvPool::for_attention(&mha, &config).unwrap();
     let ids = calls_of_two(&mha, &x, &mut pool, &[[6, 5], [1, 1]]);
-    // Nothing is evicted until the caller says so.
+    // Nothing is evicted before the caller asks.
     let expected = [[0, 1, 2, 3, 4, 5]; 2];
     assert_eq!(pool.retained_positions(ids[1], 0).unwrap(), expected);
     let scores = Tensor::<3>::from_data(
@@ -202,7 +202,7 @@ fn importance() {
     assert_eq!(pool.retained_positions(ids[0], 0).unwrap(), expected);
     let expected = [[1, 3, 4], [0, 1, 2]];
     assert_eq!(pool.retained_positions(ids[1], 0).unwrap(), expected);
-    // Scores are of tokens, not of what is left of them.
+    // Scores belong to tokens, not to the retained keys.
     let step = [KvStep::new(ids[1], 1)];
     pool.forward_attention(&mha, x.clone().slice([1..2, 6..7]), &step);
     let scores_of_one = scores.clone().narrow(0, 1, 1);
@@ -228,12 +228,12 @@ fn what_a_sequence_takes() {
     let (mut pool, id) = joined(&model, &pool_config(1, config).with_chunk(1));
     go_on(&model, &text, &mut pool, id, &[1; SEQ]);
     let usage = pool.usage(id).unwrap();
-    // Three layers of two heads; 37 tokens, of which 8 stayed and up to 4 came.
+    // Three layers of two heads; 37 tokens, of which 8 stayed, plus up to 4 new ones.
     let stored = pool.retained_positions(id, 0).unwrap()[0].len();
     assert!((8..=12).contains(&stored));
     assert_eq!(usage.live_bytes, 3 * 2 * stored * 8 * 4);
     assert_eq!(usage.all_bytes, 3 * 2 * SEQ * 8 * 4);
-    // A query of each head.
+    // One query of each head.
     assert_eq!(usage.score_bytes, 3 * 4 * 4 * 4);
     assert!(pool.bytes() < 3 * 2 * 64 * 8 * 4);
 }
@@ -258,7 +258,7 @@ fn errors() {
         pool(causal(), config().with_residency(KvRetention::Evict)) => "residency must be another; `with_eviction` says which keys stay, got Evict";
     }
 
-    // Both sequences have the same three pages: one that goes on copies one of them, and its eviction two more.
+    // Both sequences have the same three pages: one that continues copies one of them, and its eviction two more.
     let model = model(&device);
     let text = tokens(1, SEQ, VOCAB, &device);
     for config in [
@@ -276,14 +276,14 @@ fn errors() {
         pool.verify().unwrap();
         assert_eq!(pool.retained_positions(id, 1).unwrap(), kept);
         assert_eq!(pool.len(id).unwrap(), 36);
-        // With the other gone it goes on.
+        // Once the other has left, it continues.
         pool.leave(fork).unwrap();
         go_on(&model, &text, &mut pool, id, &[1]);
         assert_eq!(pool.retained_positions(id, 1).unwrap()[0].len(), 18);
     }
 }
 
-/// Keys in eight bits are moved as they are: what comes behind an eviction is as near to floats as without one.
+/// 8-bit keys are moved unchanged: after an eviction results are as close to those of floats as without one.
 #[test]
 fn eight_bits_are_evicted() {
     let device = Device::flex();

@@ -1,4 +1,4 @@
-//! Text from a model.
+//! Text generation.
 
 use burn_paged_attention::generate::{FinishReason, GenerateOutput};
 
@@ -22,7 +22,7 @@ fn greedy() -> Sampling {
     Sampling::default().temperature(0.0)
 }
 
-/// The texts, and what the caller was given of each.
+/// Returns the texts, and the tokens passed to the caller for each.
 fn run(
     model: &SparseTransformer,
     prompts: &[Vec<u32>],
@@ -37,7 +37,7 @@ fn run(
     (texts.unwrap(), given)
 }
 
-/// The likeliest token after some, by the whole model.
+/// Returns the likeliest next token, by the whole model.
 fn likeliest(model: &SparseTransformer, tokens: &[u32]) -> u32 {
     let logits = model.try_forward(ids(tokens, &Device::flex())).unwrap();
     let last = logits.narrow(1, tokens.len() - 1, 1).reshape([VOCAB]);
@@ -59,12 +59,12 @@ fn greedy_text_is_what_the_whole_model_finds_likeliest() {
         assert_eq!(text.reason, FinishReason::Length);
         assert_eq!(given, text.tokens);
     }
-    // The same on a device with autodiff.
+    // The same on an autodiff device.
     let training = self::model(&Device::flex().autodiff());
     assert_eq!(run(&training, &prompts, &options).0.len(), 4);
 }
 
-/// A prompt's text depends on its number and the seed, not on the others.
+/// A prompt's text depends on its index and the seed, not on the others.
 #[test]
 fn draws_do_not_depend_on_the_batch() {
     let model = model(&Device::flex());
@@ -82,7 +82,7 @@ fn draws_do_not_depend_on_the_batch() {
     assert_ne!(run(&model, &prompts, &options(6)).0, all);
 }
 
-/// What no later token reads is not missed, and prompts of whatever lengths are continued together.
+/// Evicting keys that no later token reads changes no text, and prompts of any lengths are continued together.
 #[test]
 fn what_is_kept_changes_no_text() {
     let model = model(&Device::flex());
@@ -100,7 +100,7 @@ fn what_is_kept_changes_no_text() {
     }
     let (same, _) = run(&model, &prompts, &options.clone().kv_dtype(FloatDType::F32));
     assert_eq!(same, texts);
-    // Another text, or not: weights are random.
+    // The text may differ or not: weights are random.
     for options in [
         options.clone().residency(window(1, 0)),
         options.clone().kv_dtype(KvDtype::Int8),
@@ -110,8 +110,8 @@ fn what_is_kept_changes_no_text() {
     }
 }
 
-/// With drafts a step reads several tokens, of which those that would not have been drawn are taken back: the same texts, greedy or drawn, however
-/// many are drafted, with stops and full contexts.
+/// With drafts a step reads several tokens, and rolls back those that sampling rejects: the texts are the same, greedy or sampled, for any draft
+/// length, with stops and full contexts.
 #[rstest]
 #[case(Pattern::fixed(8, 2))]
 #[case(Pattern::local(5))]
@@ -156,7 +156,7 @@ fn drafts_change_no_text(#[case] pattern: Pattern) {
     assert!(is_right, "{accepted} of {drafted}");
 }
 
-/// What may begin a stop sequence is not given before it is certain not to.
+/// Tokens that may begin a stop sequence are held back until it is certain that they do not.
 #[test]
 fn stops_are_not_written() {
     let model = model(&Device::flex());
@@ -170,7 +170,7 @@ fn stops_are_not_written() {
     };
     for stop in [&whole[4..6], &whole[2..5], &whole[7..8], &whole[0..1]] {
         let at = first(stop);
-        // Another that never comes to its end.
+        // Another stop sequence that is never completed.
         let never = [stop, &[VOCAB as u32]].concat();
         let options = options.clone().stop([never, stop.to_vec()]);
         let (texts, given) = run(&model, &prompt, &options);
@@ -183,7 +183,7 @@ fn stops_are_not_written() {
     assert_eq!(texts[0].tokens, whole[..first(&[token])]);
     let expected = (FinishReason::Stop, &texts[0].tokens);
     assert_eq!((texts[0].reason, &given[0]), expected);
-    // The beginning of a stop sequence at the end of a text belongs to it.
+    // The beginning of a stop sequence at the end of a text belongs to the text.
     let beginning = vec![whole[9], VOCAB as u32];
     let (texts, given) = run(&model, &prompt, &options.stop([beginning]));
     assert_eq!((&texts[0].tokens, &given[0]), (&whole, &whole));

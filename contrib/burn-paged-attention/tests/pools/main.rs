@@ -1,4 +1,4 @@
-//! Models and layers on a pool: in pieces what they are at once.
+//! Models and layers on a pool: pieces give the results of whole calls.
 
 #[path = "../../../../crates/burn-sparse-transformer/tests/common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! Sequences of a pool, of unequal lengths and in pieces, are what the whole calls of each are.
+//! Sequences of a pool, of unequal lengths and in pieces, give the results of their whole calls.
 
 use crate::prelude::*;
 use crate::texts::part;
@@ -10,7 +10,7 @@ pub(crate) fn config(sequences: usize) -> KvPoolConfig {
     KvPoolConfig::new(sequences, SEQ).with_page_size(16)
 }
 
-/// The rows `first..first + seq` of an entry of `x`, as far as there are any.
+/// Returns the rows `first..first + seq` of an entry of `x`, as far as they exist.
 fn piece(x: &Tensor<3>, entry: usize, first: usize, seq: usize) -> Tensor<3> {
     let [_, len, width] = x.dims();
     let own = seq.min(len - first);
@@ -24,7 +24,8 @@ fn piece(x: &Tensor<3>, entry: usize, first: usize, seq: usize) -> Tensor<3> {
     }
 }
 
-/// Feeds an attention so many tokens of each sequence; those without a new token are not in the call. The rows of the others, by their numbers.
+/// Feeds an attention these numbers of tokens of each sequence; sequences without a new token are not in the call. Returns the rows of the others,
+/// with their indices.
 pub(crate) fn call(
     mha: &SparseMultiHeadAttention,
     x: &Tensor<3>,
@@ -48,7 +49,7 @@ pub(crate) fn call(
     taken.into_iter().enumerate().map(of).collect()
 }
 
-/// Feeds an attention calls of so many tokens of each sequence; rows as [`SparseMultiHeadAttention::forward`] has them.
+/// Feeds an attention in such calls; returns rows like [`SparseMultiHeadAttention::forward`].
 pub(crate) fn in_pieces(
     mha: &SparseMultiHeadAttention,
     x: &Tensor<3>,
@@ -67,7 +68,7 @@ pub(crate) fn in_pieces(
     rows.into_iter().map(|rows| Tensor::cat(rows, 1)).collect()
 }
 
-/// Rows of sequences, and the first rows of the whole.
+/// Pairs rows of sequences with the first rows of the whole.
 pub(crate) fn beside(
     rows: Vec<Tensor<3>>,
     whole: &Tensor<3>,
@@ -78,7 +79,7 @@ pub(crate) fn beside(
     })
 }
 
-/// What an attention gives at once.
+/// Returns the output of a whole call.
 pub(crate) fn whole(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     let input = SparseMhaInput::self_attn(x.clone());
     mha.try_forward(input).unwrap().context
@@ -170,7 +171,7 @@ fn options(#[case] build: Build) {
     }
 }
 
-/// Pieces that end where the pattern allows it; the end may be anywhere.
+/// Pieces end where the pattern allows a boundary; the end may be anywhere.
 #[test]
 fn patterns_that_are_not_causal() {
     let device = Device::flex();
@@ -195,7 +196,7 @@ fn patterns_that_are_not_causal() {
 
 pub(crate) const VOCAB: usize = 13;
 
-/// Layers of three patterns, one of them twice.
+/// Makes a model with layers of three patterns, one of them twice.
 pub(crate) fn model(device: &Device, attention: Option<BlockAttentionConfig>) -> SparseTransformer {
     let patterns = ["local:6", "fixed:8,2", "local:6", "merged-strided:4"];
     let patterns = patterns.map(|text| text.parse().unwrap()).to_vec();
@@ -210,7 +211,7 @@ pub(crate) fn model(device: &Device, attention: Option<BlockAttentionConfig>) ->
     randomise(config.try_init(device).unwrap())
 }
 
-/// Sequences that join when others are long already, are forked, and go back.
+/// Sequences that join when others are already long, are forked, and roll back.
 #[rstest]
 #[case::learned_positions(None)]
 #[case::rotations(Some(BlockAttentionConfig::new().with_rope_theta(Some(100.0)).with_sinks(true)))]
@@ -244,7 +245,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
             expect(logits.clone().narrow(0, 0, 1), 1, position);
             expect(logits.narrow(0, 1, 1), 0, 20 + position);
         }
-        // Another text, and back; the fork goes on from where the sequence was.
+        // Another text, and back; the fork continues from the sequence's length at the time.
         let c = pool.fork(a).unwrap();
         let steps = [KvStep::new(a, 6)];
         let logits = model.try_forward_pool(part(&tokens, 2, 0..6), &steps, &mut pool);
@@ -275,7 +276,7 @@ fn a_model(#[case] attention: Option<BlockAttentionConfig>) {
     }
 }
 
-/// Slots are at most live keys, two pages, the tokens of a call and of the rollback, in each layer.
+/// In each layer, slots are at most the live keys, two pages, and the tokens of a call and of the rollback.
 #[test]
 fn slots_are_within_the_bound() {
     let device = Device::flex();
@@ -308,7 +309,7 @@ fn slots_are_within_the_bound() {
     assert!(pool.bytes() < pool.usage(id).unwrap().all_bytes);
 }
 
-/// What a window hides is hidden in prompts, too.
+/// What a window hides is hidden in prompts too.
 #[test]
 fn a_window_is_the_streaming_pattern() {
     let device = Device::flex();
@@ -381,7 +382,7 @@ fn errors() {
     }
 }
 
-/// Keys that forks share are read once for all of them: the same rows, whatever the pattern, with sinks, a bounded score and several tokens at once, and
+/// Keys that forks share are read once for all of them: the rows are the same for any pattern, with sinks, a softcap and several tokens at once, and
 /// when a fork leaves or its pages are copied.
 #[rstest]
 #[case(Pattern::causal())]

@@ -1,4 +1,4 @@
-//! Sequences of a pool whose queries choose pages: rows are those of the whole, whatever happened to the pages in between.
+//! Page selection in a pool: rows equal those of whole calls, whatever happened to the pages in between.
 
 use crate::prelude::*;
 use crate::texts::{
@@ -39,7 +39,7 @@ fn pages_are_looked_at_again() {
     let model = model(&["quest:16,48"], 2, &device);
     let config = KvPoolConfig::new(3, 128).with_residency(KvRetention::All);
     let (usage, _) = as_if_nothing_had_happened(&model, &config, 32, &device);
-    // Largest and smallest numbers of each page of seven, two heads eight wide, three layers.
+    // Maximum and minimum of seven pages, two heads of width eight, three layers.
     assert_eq!(usage.summary_bytes, 7 * 2 * 2 * 8 * 4 * 3);
 }
 
@@ -63,7 +63,7 @@ fn a_budget_of_everything_is_full_attention() {
     texts.read(&model, &mut pool, id, SEQ, 1);
 }
 
-/// Keys that are moved take what is known of them along.
+/// Moved keys update the summaries of their new pages.
 #[test]
 fn evicted_keys_are_not_chosen() {
     let (device, _guard) = seeded(Device::flex(), 15);
@@ -77,7 +77,7 @@ fn evicted_keys_are_not_chosen() {
             .with_eviction(eviction)
     };
     let everything = model.clone().with_selections(&[], 0).unwrap();
-    // Up to 40 keys are three pages, which are all chosen; of 72 they are not.
+    // Up to 40 keys are three pages, which are all selected; with 72 some are not.
     for (keys, is_equal) in [(32, true), (64, false)] {
         let config = config(keys);
         let mut pools = [&model, &everything].map(|model| model.new_pool(&config).unwrap());
@@ -101,7 +101,7 @@ fn evicted_keys_are_not_chosen() {
     }
 }
 
-/// That texts of a batch are those that prompts have alone: two prompts, and the tokens that follow each.
+/// Checks that texts of a batch equal those that the prompts have alone. Returns two prompts with their texts.
 pub(crate) fn generates_as_alone(model: &SparseTransformer) -> [(Vec<u32>, Vec<u32>); 2] {
     let prompts = [70usize, 33].map(|len| {
         let prompt: Vec<u32> = (0..len).map(|i| (i * i % VOCAB) as u32).collect();
@@ -151,7 +151,7 @@ fn what_cannot_be_chosen_from_is_refused() {
         .with_selection(Some("quest:16,48".parse().unwrap()));
     let sinks = sinks.try_init(&device).unwrap();
     refused! { KvPool::for_attention(&sinks, &room()) => "sinks must be none with a selection by which every query chooses for itself, got some"; }
-    // A pool is of one choice.
+    // A pool belongs to one selection.
     let chosen = model(&["quest:16,48"], 2, &device);
     let (mut pool, id) = joined(&chosen, &room());
     let other = chosen.with_selections(&[], 0).unwrap();
@@ -159,7 +159,8 @@ fn what_cannot_be_chosen_from_is_refused() {
     refused! { other.next_logits(tokens, &[KvStep::new(id, 4)], &mut pool) => "pool must be one that was made for these layers, got another"; }
 }
 
-/// Pages in eight bits are chosen by what they stand for: with all of them as without a choice, and with some nearly as with keys in floats.
+/// 8-bit pages are selected by their dequantized keys: with all pages the result equals that without selection, and with some it is close to that
+/// with float keys.
 #[rstest]
 #[case("quest:16,48", "quest:16,112", 2)]
 #[case("moba:16,3", "moba:16,7", 4)]
@@ -183,7 +184,7 @@ fn pages_in_eight_bits_are_chosen(
     assert_eq!(usage.summary_bytes, 0);
     let (chosen_all, usage) = read(Some(every), dtype);
     assert_close(chosen_all, all.clone(), 1e-4);
-    // Seven pages in each of three layers, two rows of f32 or one, eight elements of each head.
+    // Seven pages in each of three layers, two rows of f32 or one, eight elements per head.
     let rows = if some.starts_with("quest") { 2 } else { 1 };
     let expected = 3 * 7 * kv_heads * rows * 8 * size_of::<f32>();
     assert_eq!(usage.summary_bytes, expected);
@@ -193,7 +194,7 @@ fn pages_in_eight_bits_are_chosen(
     let square =
         |a: &Tensor<3>, b: &Tensor<3>| (a.clone() - b.clone()).square().mean().into_scalar::<f32>();
     let (apart, by_choice) = (square(&chosen, &expected), square(&all, &expected));
-    // fp8 has three bits of a number behind its first.
+    // fp8 has three mantissa bits.
     let most = if dtype == KvDtype::Int8 { 0.1 } else { 0.3 };
     assert!(apart < most * by_choice, "{apart}, {by_choice}");
 }

@@ -1,4 +1,4 @@
-//! What outlives a sequence of a pool: pages that are known by their tokens, and snapshots.
+//! Data that outlives a sequence of a pool: known pages, and snapshots.
 
 use burn_paged_attention::pool::{KvPositions, KvSnapshot};
 use serde_json::json;
@@ -48,7 +48,7 @@ fn feed(model: &SparseTransformer, pool: &mut KvPool, id: SequenceId, all: &[u32
     assert_close(got, expected, tolerance);
 }
 
-/// What is known of all layers is not read again, whoever read it and whether it is still there.
+/// Prefixes that are known in all layers are not read again, whichever sequence read them, and even after it has left.
 #[test]
 fn known_beginnings_are_not_read_again() {
     for patterns in patterns() {
@@ -70,10 +70,10 @@ fn known_beginnings_are_not_read_again() {
             }
         }
         pool.verify().unwrap();
-        // Pages that let keys go are not known; where everything stays, two of 16 are.
+        // Pages with evicted keys are not known; where everything stays, two of 16 are.
         let expected = if patterns.len() == 1 { 32 } else { known[1] };
         assert_eq!(known, [0, expected, expected], "{patterns:?}");
-        // The whole prompt: its last token is read all the same.
+        // For the whole prompt, its last token is still read.
         let (id, count) = pool.join_with_prefix(&beginning[..32]).unwrap();
         assert!(count <= 16);
         feed(&model, &mut pool, id, &beginning[..32], 1e-4);
@@ -88,7 +88,7 @@ fn known_beginnings_are_not_read_again() {
     refused! { model.new_pool(&config) => "eviction must be none…"; }
 }
 
-/// A sequence goes on in another pool, of pages of another size, as if it had been there.
+/// A sequence continues in another pool with pages of another size.
 #[rstest]
 #[case(KvDtype::Model, 1e-4)]
 #[case(KvDtype::Int8, 0.2)]
@@ -149,7 +149,7 @@ fn snapshots_of_others_are_refused() {
         assert!(error.to_string().starts_with(what), "{error}");
         pool.verify().unwrap();
         assert_eq!(pool.sequences().count(), 0);
-        // As if nothing had been asked: the next sequence is that of a new pool.
+        // The failed call leaves no trace: the next sequence is that of a new pool.
         let next = pool.join().unwrap();
         assert_eq!(next, model.new_pool(config).unwrap().join().unwrap());
     };
@@ -163,7 +163,7 @@ fn snapshots_of_others_are_refused() {
     refused(&two, &config, what);
     let few = config.clone().with_pages(2);
     refused(&model, &few, "the call needs 3 pages, 2 are free");
-    // Altered on the way.
+    // Altered snapshots.
     let written = serde_json::to_string(&saved).unwrap();
     for (from, to, what) in [
         (
@@ -182,7 +182,7 @@ fn snapshots_of_others_are_refused() {
         assert!(error.starts_with(what), "{error}");
         assert_eq!(pool.sequences().count(), 0);
     }
-    // No number that was read is counted with before it is compared.
+    // Numbers from a snapshot are validated before any arithmetic.
     let json = serde_json::to_value(&saved).unwrap();
     let (half, large) = (1u64 << 63, u64::MAX);
     for (name, value) in [
@@ -205,7 +205,7 @@ fn snapshots_of_others_are_refused() {
         assert!(is_corrupt, "{name} {value}: {error}");
         assert_eq!(pool.sequences().count(), 0);
     }
-    // Of two patterns one is shorter than the other.
+    // Two patterns with different lengths.
     let two = self::model(vec![Pattern::causal(), Pattern::local(60)], &device);
     let (mut pool, id) = joined(&two, &config);
     feed(&two, &mut pool, id, &text(40, 2), 1e-4);
@@ -220,7 +220,7 @@ fn snapshots_of_others_are_refused() {
     refused! { pool.load(&saved) => "eviction must be none…"; }
 }
 
-/// With positions counted in the cache each row is the last one of a call over the keys that it sees alone, wherever these were.
+/// With positions counted in the cache, each row is the last one of a call over only the keys that it sees, wherever they were.
 #[rstest]
 #[case(4, 2, &[1; 37])]
 #[case(7, 3, &[5, 1, 1, 4, 9, 1, 16])]

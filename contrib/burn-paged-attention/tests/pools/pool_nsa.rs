@@ -1,4 +1,4 @@
-//! Sequences of a pool whose layers have three branches, or an indexer: rows are those of the whole, whatever happened to the pages in between.
+//! Pools of layers with three branches or an indexer: rows equal those of whole calls, whatever happened to the pages in between.
 
 use burn_paged_attention::pool::GraphDecoder;
 
@@ -9,8 +9,8 @@ use crate::texts::{
     single_tokens,
 };
 
-/// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
-/// overlap, and that overlap fourfold; none that are chosen, and no window. The last ones have an indexer, of single keys or of blocks.
+/// One block of seven besides the forced ones, with all kinds of compression and sharing; a window that is no multiple of pages; compressed blocks
+/// without overlap, and with fourfold overlap; no selected block and no window. The last ones have an indexer, of single keys or of blocks.
 const TEXTS: [&str; 9] = [
     "nsa:8,4,16,4,10",
     "nsa:16,4,16,5,40,mlp,shared",
@@ -56,7 +56,7 @@ fn tokens_one_by_one_are_those_of_the_whole(
     }
 }
 
-/// Products in bf16: rows are those of the whole where nothing is chosen, and finite where roundings may choose other blocks.
+/// Products in bf16: rows equal those of the whole if nothing is selected, and are finite if roundings may change the selection.
 #[rstest]
 fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
     let (device, _guard) = seeded(Device::flex(), 26);
@@ -76,7 +76,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
     }
 }
 
-/// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
+/// Prompts that end near strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
 fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize) {
     let (device, _guard) = seeded(Device::flex(), 22);
@@ -90,12 +90,12 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize) {
     texts.feed(&model, &mut pool, &ids, &[3; 14]);
     let many: Vec<usize> = (0..ids.len()).map(|at| 1 + at % 3).collect();
     texts.feed(&model, &mut pool, &ids, &many);
-    // What is refused leaves everything as it was.
+    // A refused call changes nothing.
     let more = Tensor::<2, Int>::zeros([1, 70], &device);
     let refused = model.try_forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool);
     assert!(refused.is_err());
     pool.verify().unwrap();
-    // One token at a time from the first on, beside others.
+    // One token at a time from the first on, together with other sequences.
     let new = pool.leave(ids[0]).and_then(|()| pool.join()).unwrap();
     for _ in 0..10 {
         texts.feed(&model, &mut pool, &[new], &[1]);
@@ -126,7 +126,7 @@ fn pages_are_as_if_nothing_had_happened(
     refused! { dense.new_pool(&config).unwrap().load(&saved) => "…layers…"; }
 }
 
-/// Where all that is near is kept.
+/// Prefix reuse in pools that retain all keys.
 #[rstest]
 #[case(0, 80)]
 #[case(4, 64)]
@@ -137,7 +137,7 @@ fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: us
     assert_eq!(known_beginnings(&model, config, &device), expected);
 }
 
-/// What is counted: keys of all tokens, those of the window and of the last block, and pairs.
+/// Counted bytes: keys of all tokens, those of the window and of the last block, and pairs.
 #[test]
 fn bytes_of_all_branches_are_counted() {
     let (device, _guard) = seeded(Device::flex(), 25);
@@ -146,11 +146,11 @@ fn bytes_of_all_branches_are_counted() {
     let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, CONTEXT));
     texts.read(&model, &mut pool, id, 100, 99);
     let usage = pool.usage(id).unwrap();
-    // Two layers, two heads, keys and values eight wide, f32.
+    // Two layers, two heads, keys and values of width eight, f32.
     let slot = 2 * 2 * (8 + 8) * 4;
     // Seven pages of 16 have four pairs each; 24 blocks of eight tokens have ended.
     assert_eq!(usage.summary_bytes, 7 * 4 * slot);
-    // The last block has four tokens; with three others 52 are chosen. The window has 10, with the next query 9.
+    // The last block has four tokens; with three others 52 are selected. The window has 10, and 9 with the next query.
     assert_eq!(usage.read_bytes, (52 + 9 + 24) * slot);
     assert_eq!(usage.live_bytes, (100 + 9 + 7) * slot);
     assert_eq!(usage.all_bytes, 3 * 100 * slot);
@@ -163,7 +163,7 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4, 6)] text: usize) {
     let (device, _guard) = seeded(Device::flex(), 26);
     let model = model(TEXTS[text], 2, &device);
     let [(prompt, text), _] = generates_as_alone(&model);
-    // Steps are not recorded, and the same.
+    // Steps are not captured, and give the same.
     let pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
     let mut decoder = GraphDecoder::new(model, pool).unwrap();
     let id = decoder.pool_mut().join().unwrap();
@@ -178,7 +178,7 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4, 6)] text: usize) {
     assert!(!decoder.is_recorded());
 }
 
-/// In eight bits a number nearly as in floats, where all blocks or keys are seen, so that no rounding chooses.
+/// 8-bit elements are close to floats if all blocks or keys are selected, so that no rounding changes the selection.
 #[rstest]
 #[case("nsa:8,4,16,9,10", KvDtype::Int8, 0.02)]
 #[case("nsa:8,4,16,9,10", KvDtype::Fp8E4m3, 0.1)]
@@ -198,7 +198,7 @@ fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most:
     assert!(apart > 1e-6, "they are stored in eight bits");
 }
 
-/// Of an indexer all tokens' keys, of which there is one head; of the others so many as are chosen are read.
+/// All tokens' keys of the indexer's one head are read; of the others the selected ones.
 #[test]
 fn bytes_of_indexers_are_counted() {
     let (device, _guard) = seeded(Device::flex(), 29);
@@ -235,7 +235,7 @@ fn what_a_pool_does_not_do_is_refused() {
         pool(TEXTS[4], room().with_eviction(EvictionConfig::key_norm(9))) => "eviction must be none with dsa, whose indexer chooses among all keys, got some";
         pool(TEXTS[4], room().with_residency(window)) => "residency must be All or Reachable with dsa, whose indexer chooses among all keys, got Window { window: 9, sinks: 1 }";
     }
-    // A pool is of one model's numbers.
+    // A pool belongs to one model configuration.
     let mut pool = model(TEXTS[0], 2, &device).new_pool(&room()).unwrap();
     let id = pool.join().unwrap();
     let other = model("nsa:8,4,16,5,10", 2, &device);

@@ -1,13 +1,13 @@
-//! Pools in which choices by content are of prompts alone: those are what `forward` gives, and what follows sees all keys.
+//! Pools whose selections apply to prompts only: prompts give the results of `forward`, and later tokens see all keys.
 
 use burn_sparse_transformer::HeadSelections;
 
 use crate::prelude::*;
 use crate::texts::{VOCAB, config, part};
 
-/// Tokens of two prompts.
+/// Lengths of two prompts.
 const READ: [usize; 2] = [75, 58];
-/// What follows each.
+/// Number of tokens after each.
 const MORE: usize = 3;
 
 fn model(n_layers: usize, pattern: Pattern, kv_heads: usize, device: &Device) -> SparseTransformer {
@@ -15,7 +15,7 @@ fn model(n_layers: usize, pattern: Pattern, kv_heads: usize, device: &Device) ->
     randomise(config.try_init(device).unwrap())
 }
 
-/// With a choice for all heads, or one for each.
+/// Adds a selection for all heads, or one per head.
 fn choosing(model: &SparseTransformer, text: &str) -> SparseTransformer {
     let (model, layers) = (model.clone(), model.blocks.len());
     match text.contains('/') {
@@ -77,7 +77,7 @@ fn prompts_choose_and_what_follows_sees_all_keys(
             let steps = ids.map(|id| KvStep::new(id, 1));
             let logits = model.try_forward_pool(Tensor::cat(next.to_vec(), 0), &steps, &mut pool);
             let logits = logits.unwrap();
-            // Keys of the first layer are those of the tokens, whatever a prompt attended to.
+            // Keys of the first layer do not depend on what a prompt attended to.
             for entry in (0..2).filter(|_| layers == 1) {
                 let expected = last_row(&plain, of(entry, read[entry] + more + 1));
                 assert_close(logits.clone().narrow(0, entry, 1), expected, 2e-4);
@@ -102,7 +102,7 @@ fn what_cannot_be_read_by_a_choice_is_refused() {
         by_head.new_pool(&choosing().with_residency(window)) => "residency must be All, Reachable or by eviction where prompts choose…";
         alike.new_pool(&choosing().with_eviction(EvictionConfig::tova(16))) => "eviction must be none that goes by attention to all keys…";
     }
-    // A prompt beside a text that goes on would be read without its choice.
+    // A prompt in a call with a continued text would be read without its selection.
     let mut pool = by_head.new_pool(&pool.with_choosing_prompts()).unwrap();
     let ids = [(); 2].map(|_| pool.join().unwrap());
     let tokens = tokens(2, 20, VOCAB, &device);
@@ -111,7 +111,7 @@ fn what_cannot_be_read_by_a_choice_is_refused() {
     by_head.try_forward_pool(prompt, &first, &mut pool).unwrap();
     let both = ids.map(|id| KvStep::new(id, 20));
     refused! { by_head.try_forward_pool(tokens.clone(), &both, &mut pool) => "steps must be prompts alone, or none of more than one token…"; }
-    // Nothing was written, and the two go on in calls of their own.
+    // Nothing was written, and the two continue in separate calls.
     assert_eq!(ids.map(|id| pool.len(id).unwrap()), [20, 0]);
     let second = tokens.narrow(0, 1, 1);
     let logits = by_head.try_forward_pool(second.clone(), &[KvStep::new(ids[1], 20)], &mut pool);

@@ -1,11 +1,11 @@
-//! Pools that store keys and values in eight bits a number.
+//! Pools with 8-bit keys and values.
 
 use crate::pool::{SEQ, VOCAB, beside, chunkings, config, in_pieces, model, whole};
 use crate::prelude::*;
 use crate::texts::part;
 
-/// From pages and gathered, for all chunkings: outputs of about 1 are as near as rounding keys and values to eight bits leaves them. Inputs and weights are random,
-/// so this is the root of the mean square: 0.0072 and 0.036 at most in 1,440 cases each.
+/// In place and gathered, for all chunkings: outputs of about 1 are as close as quantization allows. Inputs and weights are random, so the bound is
+/// on the root mean square: 0.0072 and 0.036 at most in 1,440 cases each.
 #[rstest]
 #[case::int8(KvDtype::Int8, 0.02)]
 #[case::fp8(KvDtype::Fp8E4m3, 0.08)]
@@ -44,7 +44,7 @@ fn rows_are_close_to_those_of_the_whole(#[case] dtype: KvDtype, #[case] bound: f
     }
 }
 
-/// One sequence after the other of a list of tokens, token by token.
+/// Feeds a list of tokens to a sequence, token by token, and returns the logits.
 fn feed(
     model: &SparseTransformer,
     pool: &mut KvPool,
@@ -62,7 +62,7 @@ fn feed(
     logits
 }
 
-/// But for the order of sums.
+/// Compares except for the order of sums.
 fn close(got: &[f32], expected: &[f32]) {
     assert_eq!(got.len(), expected.len());
     let error = |(got, expected): (&f32, &f32)| (got - expected).abs();
@@ -70,7 +70,7 @@ fn close(got: &[f32], expected: &[f32]) {
     assert!(worst < 2e-6, "{worst}");
 }
 
-/// A row is final when it is written, so whoever shares, copies or takes back pages reads the same numbers.
+/// A written row never changes, so sequences that share, copy or roll back pages read the same elements.
 #[rstest]
 #[case::int8(KvDtype::Int8)]
 #[case::fp8(KvDtype::Fp8E4m3)]
@@ -90,7 +90,7 @@ fn forks_and_steps_back_read_the_same_numbers(#[case] dtype: KvDtype) {
         let a = pool.join().unwrap();
         let start = feed(&model, &mut pool, a, &text, 0..21);
         close(&start, &whole[..21 * VOCAB]);
-        // Both write behind a page that they share; what one writes the other never sees.
+        // Both write after a common page; neither sees the other's writes.
         let b = pool.fork(a).unwrap();
         feed(&model, &mut pool, b, &other, 21..25);
         let rest = feed(&model, &mut pool, a, &text, 21..SEQ);
@@ -117,7 +117,7 @@ fn bytes_are_those_of_numbers_and_scales() {
         assert_eq!(usage.live_bytes % (usage.bytes / usage.slots), 0);
         [pool.bytes(), usage.bytes, usage.all_bytes]
     };
-    // Keys and values of 8 numbers.
+    // Keys and values of 8 elements.
     let floats = pool(KvDtype::Float(FloatDType::F16));
     for dtype in [KvDtype::Int8, KvDtype::Fp8E4m3] {
         let eight_bits = pool(dtype);

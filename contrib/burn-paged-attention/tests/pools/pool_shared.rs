@@ -1,4 +1,4 @@
-//! Sequences of a pool whose layers share a choice: rows are those of the whole, whatever happened to the pages in between.
+//! Pools of layers that share a selection: rows equal those of whole calls, whatever happened to the pages in between.
 
 use crate::pool_choice::generates_as_alone;
 use crate::prelude::*;
@@ -15,7 +15,7 @@ const TEXTS: [&str; 6] = [
     "msa:32,2,8",
 ];
 
-/// Four layers; layers of `dsa` and `msa` are rotated.
+/// Makes a model of four layers; layers of `dsa` and `msa` are rotated.
 fn model(text: &str, every: usize, kv_heads: usize, device: &Device) -> SparseTransformer {
     let config = config(Pattern::causal(), 4, kv_heads).with_share_every(Some(every));
     let config = match text.parse() {
@@ -56,7 +56,7 @@ fn pages_are_as_if_nothing_had_happened(#[values(0, 1, 2, 4)] text: usize) {
     generates_as_alone(&model);
 }
 
-/// Layers that take a choice have neither an indexer's keys nor what pages are chosen by.
+/// Layers that reuse a selection have neither an indexer's keys nor summaries of pages.
 #[test]
 fn half_of_the_layers_have_an_index() {
     let (device, _guard) = seeded(Device::flex(), 73);
@@ -85,7 +85,7 @@ fn eviction_is_refused() {
     }
 }
 
-/// Where prompts alone choose, too.
+/// Also if only prompts select.
 #[test]
 fn prompts_choose_once_for_a_group() {
     let (device, _guard) = seeded(Device::flex(), 75);

@@ -1,4 +1,4 @@
-//! The names that most of these tests use.
+//! Imports of most of these tests.
 #![allow(unused_imports)]
 
 pub use std::ops::ControlFlow;
@@ -12,14 +12,14 @@ pub use burn_paged_attention::pool::{
 
 pub use crate::common::*;
 
-/// A pool of a model, and a sequence in it.
+/// Makes a pool of a model with a sequence.
 pub fn joined(model: &impl PagedDecoder, config: &KvPoolConfig) -> (KvPool, SequenceId) {
     let mut pool = model.new_pool(config).unwrap();
     let id = pool.join().unwrap();
     (pool, id)
 }
 
-/// The last keys, and the first ones.
+/// Makes a retention of the last keys and the first ones.
 pub const fn window(window: usize, sinks: usize) -> KvRetention {
     KvRetention::Window { window, sinks }
 }

@@ -1,4 +1,4 @@
-//! Texts that a model reads from a pool in pieces, beside what it gives of them as a whole.
+//! Texts that a model reads from a pool in pieces, with its results for the whole texts.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ pub const CONTEXT: usize = 128;
 /// Seven pages of 16.
 pub const SEQ: usize = 103;
 
-/// Layers of four heads on so many of keys, with rotations.
+/// Makes a configuration of layers with four heads and rotary positions.
 pub fn config(pattern: Pattern, n_layers: usize, kv_heads: usize) -> SparseTransformerConfig {
     SparseTransformerConfig::new(32, 4, Factorization::from(pattern))
         .with_vocab_size(VOCAB)
@@ -24,12 +24,12 @@ pub fn config(pattern: Pattern, n_layers: usize, kv_heads: usize) -> SparseTrans
         ))
 }
 
-/// Tokens of one of the texts.
+/// Returns tokens of one of the texts.
 pub fn part(tokens: &Tensor<2, Int>, entry: usize, range: Range<usize>) -> Tensor<2, Int> {
     tokens.clone().slice([entry..entry + 1, range])
 }
 
-/// Tokens of one text.
+/// Returns tokens as a tensor.
 pub fn ids(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::<1, Int>::from_ints(tokens.as_slice(), device).unsqueeze()
@@ -47,12 +47,12 @@ impl Texts {
         Self { tokens, whole }
     }
 
-    /// So many.
+    /// Makes `count` texts.
     pub fn some(model: &SparseTransformer, count: usize, len: usize, device: &Device) -> Self {
         Self::new(model, tokens(count, len, VOCAB, device))
     }
 
-    /// Gives each sequence its next tokens, and compares the logits with those of the whole.
+    /// Feeds each sequence its next tokens, and compares the logits with those of the whole.
     pub fn feed(
         &self,
         model: &impl PagedDecoder,
@@ -85,7 +85,7 @@ impl Texts {
         }
     }
 
-    /// The same of one sequence up to `to`, `count` tokens at a time.
+    /// Feeds one sequence up to `to`, `count` tokens at a time.
     pub fn read(
         &self,
         model: &impl PagedDecoder,
@@ -100,7 +100,7 @@ impl Texts {
         }
     }
 
-    /// Two texts in a pool: prompts of unequal lengths, several tokens at once, then single ones.
+    /// Reads two texts from a pool: prompts of unequal lengths, several tokens at once, then single ones.
     pub fn one_by_one(&self, model: &SparseTransformer, config: &KvPoolConfig) {
         let mut pool = model.new_pool(config).unwrap();
         let ids = [(); 2].map(|_| pool.join().unwrap());
@@ -112,8 +112,8 @@ impl Texts {
     }
 }
 
-/// What was taken back, copied, saved and loaded, or had another sequence's keys leaves nothing behind. A sequence that has read everything goes back to the token
-/// `back`. What one sequence takes in the end, and what was saved.
+/// Checks that rolled back, copied, saved and reused pages leave no trace. A sequence that has read everything rolls back to `back` tokens. Returns
+/// the memory of a sequence, and its snapshot.
 pub fn as_if_nothing_had_happened(
     model: &SparseTransformer,
     config: &KvPoolConfig,
@@ -122,14 +122,14 @@ pub fn as_if_nothing_had_happened(
 ) -> (KvUsage, KvSnapshot) {
     let of_first = tokens(1, SEQ, VOCAB, device);
     let of_other = (of_first.clone() * 3 + 4).remainder_scalar(VOCAB as i32);
-    // Another text behind token 57, in the middle of a page and of a stride.
+    // Another text after token 57, in the middle of a page and of a stride.
     let both = vec![part(&of_first, 0, 0..57), part(&of_other, 0, 57..SEQ)];
     let [first, other, mixed] =
         [of_first, of_other, Tensor::cat(both, 1)].map(|tokens| Texts::new(model, tokens));
     let (mut pool, a) = joined(model, config);
     first.read(model, &mut pool, a, 70, 23);
     let b = pool.fork(a).unwrap();
-    // Both go on in a page that they shared, one of them behind a step back.
+    // Both continue in a shared page, one of them after a rollback.
     pool.truncate(b, 57).unwrap();
     first.read(model, &mut pool, a, 90, 1);
     mixed.read(model, &mut pool, b, SEQ, 1);
@@ -140,7 +140,7 @@ pub fn as_if_nothing_had_happened(
     let saved: KvSnapshot = serde_json::from_str(&saved).unwrap();
     pool.leave(b).unwrap();
     pool.leave(c).unwrap();
-    // Pages that others had.
+    // Pages that other sequences had.
     let d = pool.join().unwrap();
     other.read(model, &mut pool, d, SEQ, 1);
     pool.truncate(a, back).unwrap();
@@ -149,7 +149,7 @@ pub fn as_if_nothing_had_happened(
     mixed.read(model, &mut pool, e, SEQ, 1);
     first.read(model, &mut pool, a, SEQ, 4);
     let usage = pool.usage(e).unwrap();
-    // Another pool, which never saw the keys before, and pages of another size.
+    // Another pool, which has never held the keys, and pages of another size.
     for config in [config.clone(), config.clone().with_page_size(16)] {
         let mut pool = model.new_pool(&config).unwrap();
         let f = pool.load(&saved).unwrap();
@@ -159,7 +159,7 @@ pub fn as_if_nothing_had_happened(
     (usage, saved)
 }
 
-/// Beginnings that are known have what queries choose by, too. How many tokens of 90 are known.
+/// Known prefixes have their summaries too. Returns the number of known tokens of 90.
 pub fn known_beginnings(model: &SparseTransformer, config: KvPoolConfig, device: &Device) -> usize {
     let texts = Texts::some(model, 1, SEQ, device);
     let pool = &mut model.new_pool(&config.with_prefix_reuse()).unwrap();
@@ -173,7 +173,7 @@ pub fn known_beginnings(model: &SparseTransformer, config: KvPoolConfig, device:
     known
 }
 
-/// The logits of a text that is read token by token, and what its sequence takes.
+/// Returns the logits of a text that is read token by token, and the memory of its sequence.
 pub fn single_tokens(
     model: &SparseTransformer,
     config: &KvPoolConfig,

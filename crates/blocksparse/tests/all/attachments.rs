@@ -1,4 +1,4 @@
-//! Values that are kept with a layout.
+//! Values cached with a layout.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
@@ -18,7 +18,7 @@ fn what_makes_a_value_may_attach_others() {
     thread::spawn(move || {
         let layout = layout();
         let outer = layout.attachment(|| {
-            // Packing keeps its result with the layout.
+            // Packing caches its result with the layout.
             let packed = layout.pack_heads(2).unwrap();
             Outer(layout.attachment(|| packed.name().to_owned()))
         });
@@ -26,7 +26,7 @@ fn what_makes_a_value_may_attach_others() {
         assert!(Arc::ptr_eq(&outer.0, &again));
         sender.send((outer, layout.pack_heads(2).unwrap()))
     });
-    // One that waits for ever is a failure, not a test that never ends.
+    // A timeout turns a deadlock into a failure.
     let made = receiver.recv_timeout(Duration::from_secs(20));
     let (outer, packed) = made.expect("neither a deadlock nor a panic");
     assert_eq!(*outer.0, packed.name());
@@ -40,7 +40,7 @@ fn threads_that_ask_at_once_get_one_value() {
             let (layout, barrier) = (&layout, &barrier);
             scope.spawn(move || {
                 layout.attachment(|| {
-                    // All of them make it.
+                    // All threads compute it.
                     barrier.wait();
                     thread
                 })

@@ -1,4 +1,4 @@
-//! Callbacks are asked for the pairs of a layout, and for no others.
+//! Callbacks are called for the pairs of a layout only.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -10,7 +10,7 @@ use crate::patterns::assert_keeps;
 
 type Asked = Arc<Mutex<HashMap<(usize, i64, i64), usize>>>;
 
-/// A callback that notes what it is asked for.
+/// A callback that records its calls.
 fn noting(asked: &Asked) -> Pattern {
     let asked = asked.clone();
     Pattern::from_fn("noting", move |head, i, j| {
@@ -32,7 +32,7 @@ fn every_pair_is_asked_for_once(#[case] lengths: [usize; 2], #[case] block_size:
     let shape = LayoutShape::new(2, lengths, block_size);
     let asked = Asked::default();
     let layout = BlockLayout::new(&noting(&asked), shape).unwrap();
-    // Neither pictures nor the serial form, paddings or packings ask for more.
+    // Printing, serialization, padding and packing make no further calls.
     let _ = layout.to_string();
     let _ = serde_json::to_string(&layout).unwrap();
     let _ = layout.with_key_padding(&[seq_kv / 2, seq_kv]).unwrap();
@@ -49,7 +49,7 @@ fn every_pair_is_asked_for_once(#[case] lengths: [usize; 2], #[case] block_size:
     }
 }
 
-/// A callback that looks its positions up in a list of as many.
+/// A callback that indexes a list by position.
 #[rstest]
 #[case::alone(|own: Pattern| own)]
 #[case::causal(Pattern::and_causal)]

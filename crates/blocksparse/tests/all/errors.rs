@@ -76,7 +76,7 @@ fn callbacks_do_not_serialize_but_their_layouts_do() {
     assert_eq!(serde_json::from_str::<BlockLayout>(&text).unwrap(), layout);
 }
 
-/// One change to a good layout each: deserialization refuses it and says why.
+/// Single changes to a valid layout: deserialization fails and says why.
 #[rstest]
 #[case("/version", json!(2), "version must be 1")]
 #[case("/shape/block_size", json!(12), "block_size must be")]

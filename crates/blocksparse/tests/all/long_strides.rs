@@ -1,4 +1,4 @@
-//! A stride costs what the pairs in the sequence cost, however long it is: anything else would take these tests hours.
+//! The cost of a stride depends on the pairs in the sequence, not on its length: otherwise these tests would take hours.
 
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use rstest::rstest;
@@ -7,7 +7,7 @@ use crate::patterns::assert_keeps;
 
 const LONGEST: usize = 1 << 40;
 
-/// Patterns with a stride (or a window that repeats) of this length, in every place that can hold one.
+/// Returns patterns with a stride (or a repeating window) of this length, in every possible place.
 fn patterns(stride: usize) -> Vec<Pattern> {
     let strided = || Pattern::strided(stride);
     let even = stride & !1;
@@ -60,7 +60,7 @@ fn time_does_not_follow_the_stride(
     }
 }
 
-/// Over a million positions a stride that never comes round costs a few blocks of each row, not a look at every block of it.
+/// Over a million positions, a stride longer than the sequence costs a few blocks per row, not a visit of every block.
 #[rstest]
 #[case(Pattern::strided(LONGEST))]
 #[case(Pattern::strided((1 << 19) + 1))]
@@ -70,12 +70,12 @@ fn time_does_not_follow_the_stride(
 #[case(Pattern::deepspeed_fixed((1 << 20) + 1, 3, 2, false))]
 #[case(Pattern::dilated_window(2, (1 << 19) + 3))]
 fn time_follows_the_kept_blocks(#[case] pattern: Pattern) {
-    // Local windows of the whole sequence keep half of all blocks, as one run of each row.
+    // Local windows of the whole sequence keep half of all blocks, as one run per row.
     let layout = pattern.layout(2, 1 << 20, 32).unwrap();
     assert!(layout.host_bytes() < 32 << 20, "{pattern}");
 }
 
-/// The products of such periods do not fit in 64 bits: heads are then compared instead.
+/// Common multiples of such periods overflow 64 bits: heads are then compared instead.
 #[test]
 fn periods_whose_common_multiple_overflows() {
     let [a, b] = [999_999_999_989, 999_999_999_961];

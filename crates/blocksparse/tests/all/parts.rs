@@ -1,10 +1,10 @@
-//! Parts by residue class of layouts that are padded, stacked for a batch, or read from text.
+//! Parts by residue class of layouts that are padded, stacked for a batch, or deserialized.
 
 use blocksparse::{BlockLayout, PaddingMask, Pattern};
 use rstest::rstest;
 use serde_json::{Value, json};
 
-/// Panics unless the parts have the layout's pairs, each once.
+/// Panics unless the parts contain each of the layout's pairs exactly once.
 pub fn assert_parts_make_up(layout: &BlockLayout) {
     let parts = layout.parts().expect("cheaper by residue class");
     for batch in 0..layout.batch().unwrap_or(1) {
@@ -32,7 +32,7 @@ pub fn assert_parts_make_up(layout: &BlockLayout) {
     }
 }
 
-/// Patterns that cost less by residue class, with lengths and blocks.
+/// Returns patterns that cost less by residue class, with lengths and block sizes.
 fn strided() -> Vec<(Pattern, usize, usize)> {
     let (local, strided) = (Pattern::local, Pattern::strided);
     let merged = || Pattern::merged_strided(16);
@@ -61,7 +61,7 @@ fn padded_layouts_keep_their_parts() {
         assert_parts_make_up(&layout);
         let ends = layout.with_key_padding(&[n, n / 2, n - 3]).unwrap();
         assert_parts_make_up(&ends);
-        // Entries that lack some of the queries, some of the keys, all of what one class has, and both of their ends.
+        // Entries that lack some queries, some keys, all pairs of one class, and both of their ends.
         let entries = [
             PaddingMask::default(),
             PaddingMask::default().queries((0..n).map(|i| i % 5 != 2 && i < n - 9)),
@@ -74,10 +74,10 @@ fn padded_layouts_keep_their_parts() {
         let expected = layout.parts().unwrap().len();
         assert_eq!(restricted.parts().unwrap().len(), expected);
         assert_parts_make_up(&restricted);
-        // And what is restricted once more.
+        // Restricted once more.
         assert_parts_make_up(&restricted.mask_padding(&entries).unwrap());
     }
-    // One key is one block of its class; without any there is nothing to list.
+    // One key is one block of its class; without keys there are no parts.
     let layout = Pattern::merged_strided(16).layout(2, 250, 16).unwrap();
     assert_parts_make_up(&layout.with_key_padding(&[1]).unwrap());
     let nothing = PaddingMask::default().keys((0..250).map(|_| false));
@@ -96,7 +96,7 @@ fn stacked_layouts_keep_their_parts() {
     let stacked = BlockLayout::stack_batch(&layouts[..3]).unwrap();
     assert_eq!(stacked.parts().unwrap().len(), 2);
     assert_parts_make_up(&stacked);
-    // Two strides are two listings.
+    // Two strides need two listings.
     let stacked = BlockLayout::stack_batch(&layouts).unwrap();
     assert_eq!(stacked.parts().unwrap().len(), 3);
     assert_parts_make_up(&stacked);
@@ -122,7 +122,7 @@ fn layouts_that_are_read_keep_their_parts() {
             assert_parts_make_up(&read);
         }
     }
-    // Those written before parts were have none.
+    // Layouts serialized before parts existed have none.
     let layout = Pattern::merged_strided(16).layout(1, 250, 16).unwrap();
     let mut data = serde_json::to_value(&layout).unwrap();
     data.as_object_mut().unwrap().remove("parts");
@@ -131,7 +131,7 @@ fn layouts_that_are_read_keep_their_parts() {
     assert!(read.parts().is_none());
 }
 
-/// One change to the parts each: reading refuses it.
+/// Single changes to the parts: deserialization fails.
 #[rstest]
 #[case("/parts/1/residue", json!(null), "part 1: must be of the layout's sizes")]
 #[case("/parts/1/residue/0", json!(8), "part 1: must be of the layout's sizes")]
@@ -156,7 +156,7 @@ fn corrupt_parts(#[case] place: &str, #[case] value: Value, #[case] message: &st
     }
 }
 
-/// Parts that have a pair twice, or lack one.
+/// Parts that contain a pair twice, or lack one.
 #[test]
 fn parts_of_other_pairs() {
     let data =
@@ -171,7 +171,7 @@ fn parts_of_other_pairs() {
         data["parts"] = parts["parts"].clone();
         refused! { serde_json::from_value::<BlockLayout>(data) => "…each once…"; }
     }
-    // Each of the parts twice.
+    // One part twice.
     let mut data = narrow;
     let twice: Vec<Value> = [0, 1, 0].map(|part| data["parts"][part].clone()).into();
     data["parts"] = twice.into();

@@ -1,4 +1,4 @@
-//! Every pattern's layout against its token predicate, and the worked examples.
+//! Layouts of all patterns against their predicates, and the worked examples.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use rstest::rstest;
 
 use crate::random_patterns::{pattern, simple};
 
-/// Asserts that of `heads` a layout keeps what [`Pattern::attends`] allows.
+/// Asserts that a layout keeps exactly the pairs that [`Pattern::attends`] allows, for `heads`.
 #[track_caller]
 pub fn assert_keeps(layout: &BlockLayout, pattern: &Pattern, heads: Range<usize>) {
     let offset = layout.seq_kv() as i64 - layout.seq_q() as i64;
@@ -30,7 +30,7 @@ fn draw(dense: &[Vec<bool>]) -> Vec<String> {
         .collect()
 }
 
-/// The examples of the definitions, verbatim, from the predicate and from a layout.
+/// The worked examples of the definitions, from the predicate and from a layout.
 #[rstest]
 #[case(Pattern::merged_strided(4), 0, &[
     "1...........", "11..........", "111.........", "1111........", "11111.......", ".11111......",
@@ -94,7 +94,7 @@ fn worked_examples(#[case] pattern: Pattern, #[case] head: usize, #[case] rows: 
     assert_eq!(draw(&layout.to_dense(head)), rows);
 }
 
-/// Blocks that only some of a row's queries see differ from those beside them that all of a row see in part.
+/// Blocks that only some of a row's queries see differ from adjacent ones that all of them see in part.
 #[test]
 fn zones_that_look_alike_are_not_joined() {
     let pattern = Pattern::intersection([Pattern::global(40..65), Pattern::fixed(2, 1)]);
@@ -111,8 +111,7 @@ fn bigbird_by_hand() -> Pattern {
     ])
 }
 
-/// Rows have as many distinct blocks as were asked for or are to be had, none at an end or next to the row's own, and heads,
-/// rows and seeds differ.
+/// Rows have as many distinct random blocks as requested or available, none at an end or next to the row's own; heads, rows and seeds differ.
 #[test]
 fn bigbird_draws_blocks_over_the_whole_range() {
     let (block, blocks) = (8, 16);
@@ -144,7 +143,7 @@ fn bigbird_draws_blocks_over_the_whole_range() {
     assert_ne!(rows(3, 5, 0), rows(3, 5, 1));
     assert_ne!(rows(3, 5, 0), rows(3, 6, 0));
     assert_eq!(rows(3, 5, 0), rows(3, 5, 0));
-    // Later blocks are drawn, too, and every block now and then.
+    // Later blocks are drawn too, and every block occurs.
     let mut seen: Vec<usize> = (0..20).flat_map(|seed| rows(2, seed, 0).concat()).collect();
     seen.sort_unstable();
     seen.dedup();
@@ -166,8 +165,8 @@ pub(crate) fn shape() -> impl Strategy<Value = LayoutShape> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// The heart of it: what the layout keeps is what `attends` allows, whatever the pattern and sizes;
-    /// columns are the transpose of rows; nothing kept is empty; counts agree.
+    /// The main property: a layout keeps exactly what `attends` allows, for any pattern and sizes; columns are the transpose of rows; no kept block
+    /// is empty; counts agree.
     #[test]
     fn layout_equals_predicate((pattern, shape) in (pattern(), shape())) {
         let layout = BlockLayout::new(&pattern, shape).unwrap();
@@ -202,11 +201,11 @@ proptest! {
         }
     }
 
-    /// Restricting keeps exactly the pairs of what takes part, in every batch entry; what it makes serializes.
+    /// Padding masks keep exactly the pairs of real positions, in every batch entry; the result serializes.
     #[test]
     fn restrictions((pattern, shape, seeds) in (pattern(), shape(), prop::collection::vec(any::<(u64, u64)>(), 1..4))) {
         let layout = BlockLayout::new(&pattern, shape).unwrap();
-        // Runs of positions that take part, of 0 to 31 each; a seed of 0 in the lowest bits is everybody.
+        // Runs of real positions, of 0 to 31 each; a seed that is 0 in its lowest bits means all.
         let list = |seed: u64, len: usize| -> Option<Vec<bool>> {
             let cuts: Vec<usize> = (0..6).map(|k| (seed >> (5 * k) & 31) as usize).collect();
             let flips = cuts.iter().enumerate().flat_map(|(k, &n)| vec![k % 2 == 0; n]);
@@ -272,7 +271,7 @@ proptest! {
 fn a_million_positions() {
     let layout = Pattern::fixed(128, 32).layout(8, 1 << 20, 32).unwrap();
     let windows = (1u64 << 20) / 128;
-    // Per window of four block rows: 1 + 2 + 3 + 4 blocks of its own, one of each earlier window.
+    // Per window of four block rows: 1 + 2 + 3 + 4 own blocks, and one of each earlier window.
     let per_head = windows * 10 + 4 * (windows * (windows - 1) / 2);
     assert_eq!(layout.blocks() as u64, 8 * per_head);
     assert_eq!(layout.num_patterns(), 1);
@@ -282,19 +281,19 @@ fn a_million_positions() {
         "{} bytes",
         layout.host_bytes()
     );
-    // A column of summaries is seen by its own window's rows and by every later row.
+    // A summary column is seen by its own window's rows and by every later row.
     assert_eq!(layout.column_runs(0, 3).len(), 2);
     assert_eq!(layout.column(0, 3).len(), (1 << 20) / 32 - 3);
 }
 
-/// Padding and packing follow the kept blocks, too: neither looks at pairs or expands runs.
+/// Padding and packing also cost only the kept blocks: neither visits pairs or expands runs.
 #[test]
 fn a_million_positions_padded_and_packed() {
     let n = 1 << 20;
     let layout = Pattern::fixed(128, 32).layout(8, n, 32).unwrap();
     let padded = layout.with_key_padding(&[n, n - 77, 1000]).unwrap();
     assert!(padded.host_bytes() < 24 << 20, "{}", padded.host_bytes());
-    // A key beyond the padding is seen by nobody.
+    // No query sees a key beyond the padding.
     assert!(padded.column_runs(padded.pattern_of(2, 0), 32).is_empty());
     let starts = (0..64).map(|k| k * (n / 64) + k % 5);
     let packed = Pattern::packed(starts, Pattern::fixed(128, 32))

@@ -1,4 +1,4 @@
-//! Launch plans of random layouts and tilings: every allowed pair is in exactly one place of the plan, and no other pair is in any.
+//! Launch plans of random layouts and tilings: every allowed pair is in the plan exactly once, and no other pair is.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::{patterns, random_patterns};
 
 const SIDES: [usize; 6] = [8, 16, 32, 64, 128, 256];
 
-/// What a tiling has besides its sizes.
+/// Options of a tiling besides its sizes.
 const KINDS: [fn(&mut Tiling); 7] = [
     |_| (),
     |tiling| tiling.places = true,
@@ -52,7 +52,7 @@ fn coarse_tiling() -> impl Strategy<Value = (Tiling, usize)> {
         .prop_filter("tiles fit blocks", |&(tiling, b)| fits(tiling, b))
 }
 
-/// Whether blocks of `b` can be cut so.
+/// Returns whether the tiling can cut blocks of size `b`.
 fn fits(tiling: Tiling, b: usize) -> bool {
     let Tiling { rows, cols, .. } = tiling;
     let multiple = |side: usize| side.is_multiple_of(b) || b.is_multiple_of(side);
@@ -63,10 +63,10 @@ fn fits(tiling: Tiling, b: usize) -> bool {
         && (!tiling.coarse || tiling.may_be_coarse(b))
 }
 
-/// The tiles of one head of a plan, read as a kernel does.
+/// The tiles of one head of a plan, read like a kernel does.
 struct Head<'a> {
     plan: &'a TilePlan,
-    /// Number of the head among those of all batch entries.
+    /// Index of the head among those of all batch entries.
     index: usize,
     block_size: usize,
 }
@@ -85,13 +85,13 @@ impl Head<'_> {
         self.plan.words[self.plan.sections.heads + self.index] as usize
     }
 
-    /// First entry, steps and masked steps of a tile.
+    /// Returns the first entry, the steps and the masked steps of a tile.
     fn record(&self, tile: usize) -> [usize; 3] {
         let at = self.plan.sections.tiles + (self.first_record() + tile) * 3;
         [0, 1, 2].map(|field| self.plan.words[at + field] as usize)
     }
 
-    /// The tiles in launch order, each with the record beside it.
+    /// Returns the tiles in launch order, with their records.
     fn order(&self) -> Vec<(usize, [usize; 3])> {
         let at = self.plan.sections.order + self.first_record() * 4;
         let ranked = self.plan.words[at..][..self.plan.tiles * 4].chunks(4);
@@ -100,7 +100,7 @@ impl Head<'_> {
             .collect()
     }
 
-    /// The steps of a tile, each of its entries.
+    /// Returns the entries of each step of a tile.
     fn steps(&self, tile: usize) -> Vec<Vec<Entry>> {
         let [first, steps, _] = self.record(tile);
         let per_step = self.plan.tiling.cols / self.plan.group;
@@ -118,7 +118,7 @@ impl Head<'_> {
         (0..steps).map(of_step).collect()
     }
 
-    /// The position of a tile's row: of a query, or of a key in a loop over columns.
+    /// Returns the position of a tile's row: of a query, or of a key in a loop over columns.
     fn position(&self, tile: usize, row: usize) -> usize {
         let Tiling {
             rows, clustered, ..
@@ -136,14 +136,14 @@ impl Head<'_> {
         self.plan.words[self.plan.sections.masks + at] >> (col % 32) & 1 == 1
     }
 
-    /// Whether an entry has the block of a tile's row and of one of its columns.
+    /// Returns whether an entry keeps the block at a row and a column of a tile.
     fn keeps(&self, entry: &Entry, row: usize, col: usize) -> bool {
         let b = self.block_size;
         let bit = row / b * (self.plan.group / b).max(1) + col / b;
         !self.plan.tiling.coarse || entry.bits[bit / 32] >> (bit % 32) & 1 == 1
     }
 
-    /// The pairs (query, key) of an entry of a tile.
+    /// Returns the pairs (query, key) of an entry of a tile.
     fn pairs(&self, tile: usize, entry: &Entry) -> Vec<(usize, usize)> {
         let mut pairs = Vec::new();
         for row in 0..self.plan.tiling.rows {
@@ -162,7 +162,7 @@ impl Head<'_> {
     }
 }
 
-/// The places of a head's kept blocks among the weights that are stored, by block row and column.
+/// Returns the places of a head's kept blocks among the stored weights, by block row and column.
 fn places(layout: &BlockLayout, batch: usize, head: usize) -> HashMap<(usize, usize), u32> {
     let pattern = layout.pattern_of(batch, head);
     let rows = (0..layout.q_blocks()).flat_map(|row| {
@@ -172,7 +172,7 @@ fn places(layout: &BlockLayout, batch: usize, head: usize) -> HashMap<(usize, us
     rows.zip(0..).collect()
 }
 
-/// Every pair of the layout is in the plan of its head once, with the place of its block, and in a masked step unless all pairs of
+/// Checks that every pair of the layout is in its head's plan exactly once, with the place of its block, and in a masked step unless all pairs of
 /// its entry are allowed.
 fn check_pairs(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseError> {
     let b = layout.block_size();
@@ -244,7 +244,8 @@ fn check_pairs(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErro
     Ok(())
 }
 
-/// In launch order, which all heads share, each group of columns is visited for the first, second, … time, and the last visit says so.
+/// Checks that, in the common launch order of all heads, each group of columns is visited for the first, second, … time, and that the last visit is
+/// marked.
 fn check_visits(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseError> {
     let mut shared = None;
     for index in 0..layout.batch().unwrap_or(1) * layout.heads() {
@@ -300,7 +301,7 @@ proptest! {
         }
     }
 
-    /// Blocks here and there, of which some have masks, in heads that differ.
+    /// Scattered blocks, some of them masked, in different heads.
     #[test]
     fn coarse_plans_have_every_pair_once(
         (tiling, block_size) in coarse_tiling(),
@@ -321,7 +322,7 @@ proptest! {
             if below(100) >= percent {
                 return None;
             }
-            // Few kinds of masks, as layouts have.
+            // Few kinds of masks, like in real layouts.
             let stride = 2 + below(3) as usize;
             let whole = below(100) >= masked;
             Some(BlockMask::from_fn(block_size, |r, c| {

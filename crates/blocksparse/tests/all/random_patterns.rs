@@ -1,4 +1,4 @@
-//! Random patterns of every kind, and what is made of them.
+//! Random patterns of every kind, and their combinations.
 
 use blocksparse::Pattern;
 use proptest::prelude::*;

@@ -1,14 +1,14 @@
-//! How far rows and columns reach, against the pairs themselves.
+//! Reach of rows and columns, against the pairs themselves.
 
 use blocksparse::{LastUse, Pattern};
 use rstest::rstest;
 
-/// Queries and keys that are asked about, and how long the sequences are that stand for endless ones.
+/// Range of tested queries and keys, and lengths of the sequences that stand for endless ones.
 const ASKED: i64 = 40;
 const SHORT: i64 = 96;
 const LONG: i64 = 192;
 
-/// Every kind by itself, in endless sequences exact.
+/// Returns single patterns of every kind, for which endless sequences have exact answers.
 fn singles() -> Vec<Pattern> {
     vec![
         Pattern::dense(),
@@ -67,7 +67,7 @@ fn unions() -> Vec<Pattern> {
     ]
 }
 
-/// What is later than it has to be, at most.
+/// Returns patterns whose answer may be later than necessary.
 fn intersections() -> Vec<Pattern> {
     vec![
         Pattern::documents([0, 5, 9]).and_causal(),
@@ -80,12 +80,13 @@ fn intersections() -> Vec<Pattern> {
     ]
 }
 
-/// The last position of a stretch for which something holds.
+/// Returns the last position below `end` for which a predicate holds.
 fn last(end: i64, mut holds: impl FnMut(i64) -> bool) -> Option<i64> {
     (0..end).rev().find(|&position| holds(position))
 }
 
-/// Compares with the pairs of a short and of a long sequence: what is the last in both is the last, what moves goes on for ever.
+/// Compares with the pairs of a short and of a long sequence: an equal last query in both is the last one; a different one means that there is
+/// always a later one.
 fn compare(
     pattern: &Pattern,
     got: LastUse,
@@ -131,7 +132,7 @@ fn horizons_and_last_queries_are_those_of_the_pairs() {
     }
 }
 
-/// A boundary is allowed where no earlier query sees a later key.
+/// A boundary is allowed if no earlier query sees a later key.
 #[test]
 fn boundaries_are_those_of_the_pairs() {
     let all = [
@@ -203,7 +204,7 @@ fn a_callback_in_a_causal_pattern_has_boundaries() {
     assert!(callback.and_causal().allows_boundary(1, 3));
 }
 
-/// Keys before query t that it or a later one sees: the worked example.
+/// The worked example: keys before query t that it or a later one sees.
 #[rstest]
 #[case("local:4", 0, [&[3, 4, 5][..], &[5, 6, 7], &[7, 8, 9], &[9, 10, 11]])]
 #[case("fixed:4,1", 0, [&[3, 4, 5][..], &[3, 7], &[3, 7, 8, 9], &[3, 7, 11]])]
@@ -222,7 +223,7 @@ fn live_keys(#[case] pattern: &str, #[case] head: usize, #[case] expected: [&[i6
     }
 }
 
-/// Parameters of any size cost nothing.
+/// The cost does not depend on the size of parameters.
 #[test]
 fn long_strides_are_as_fast() {
     let huge = usize::MAX / 4;
@@ -242,7 +243,7 @@ fn long_strides_are_as_fast() {
     }
 }
 
-/// Rows of which nothing is drawn are not looked through, however many there are.
+/// Rows without random blocks are not visited, however many there are.
 #[test]
 fn rows_without_random_blocks_are_not_counted() {
     let pattern = Pattern::random_blocks(16, (1 << 40) + 1, 0, 7);

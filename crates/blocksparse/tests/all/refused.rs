@@ -1,8 +1,8 @@
-//! Calls that are refused, in rows beside what they say.
+//! Calls that are refused, each with its expected message.
 
 use std::fmt::Display;
 
-/// Panics unless a call is refused with this message, of which `…` at the beginning or at the end leaves out the rest.
+/// Panics unless a call is refused with this message, in which `…` at the beginning or end stands for any text.
 #[track_caller]
 pub fn assert_refused<T, E: Display>(result: Result<T, E>, message: impl AsRef<str>) {
     let message = message.as_ref();
@@ -19,7 +19,7 @@ pub fn assert_refused<T, E: Display>(result: Result<T, E>, message: impl AsRef<s
     assert!(says_so, "'{error}' is not '{message}'");
 }
 
-/// `refused! { call => message; }`, of any number of calls.
+/// `refused! { call => message; }`, for any number of calls.
 #[macro_export]
 macro_rules! refused {
     ($($call:expr => $message:expr;)+) => {

@@ -1,4 +1,4 @@
-//! Nothing that is passed to the crate makes it panic: it is a layout that says what the pattern says, or an error.
+//! No input makes the crate panic: it gives a layout that matches the pattern, or an error.
 
 use blocksparse::{BlockLayout, LastUse, LayoutShape, PaddingMask, Pattern};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use crate::parts::assert_parts_make_up;
 use crate::patterns::assert_keeps;
 
-/// Numbers a person may get wrong: 0, small ones, and those at which arithmetic overflows.
+/// Numbers that users get wrong: 0, small ones, and those at which arithmetic overflows.
 fn number() -> impl Strategy<Value = usize> {
     prop_oneof![
         4 => 0usize..40,
@@ -22,7 +22,7 @@ fn numbers() -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(number(), 0..5)
 }
 
-/// Every constructor of a pattern, and the variants that constructors would put in order.
+/// Every constructor of a pattern, and variants that bypass the constructors' normalization.
 fn pattern() -> impl Strategy<Value = Pattern> {
     let n = number;
     let simple = prop_oneof![
@@ -81,7 +81,7 @@ fn position() -> impl Strategy<Value = i64> {
     prop_oneof![4 => -90i64..90, 1 => any::<i64>(), 1 => prop::sample::select(vec![i64::MIN, i64::MAX])]
 }
 
-/// Small, or refused: a layout of 2³⁰ positions that is in order would be built.
+/// Small or invalid shapes: a valid layout of 2³⁰ positions would really be built.
 fn shape() -> impl Strategy<Value = LayoutShape> {
     let length = || prop_oneof![6 => 0usize..90, 1 => Just(usize::MAX), 1 => Just((1 << 30) + 1)];
     let heads = prop_oneof![6 => 0usize..7, 1 => Just(usize::MAX)];
@@ -92,7 +92,7 @@ fn shape() -> impl Strategy<Value = LayoutShape> {
     })
 }
 
-/// Kept pairs are those of the positions of each row, and inside of the layout.
+/// Asserts that kept pairs match the positions of each row, and are inside the layout.
 fn assert_sound(layout: &BlockLayout) {
     let (q_blocks, kv_blocks) = (layout.q_blocks(), layout.kv_blocks());
     for pattern in 0..layout.num_patterns() {
@@ -155,7 +155,7 @@ proptest! {
     }
 }
 
-/// Serialized layouts of several kinds.
+/// Returns serialized layouts of several kinds.
 fn texts() -> Vec<String> {
     let layouts = [
         Pattern::causal().layout(2, 37, 8).unwrap(),
@@ -172,10 +172,10 @@ fn texts() -> Vec<String> {
     texts.collect::<Result<_, _>>().unwrap()
 }
 
-/// What was read is refused, or a layout in every respect.
+/// Asserts that deserialization fails, or gives a consistent layout.
 fn assert_refused_or_sound(bytes: &[u8]) {
     if let Ok(layout) = serde_json::from_slice::<BlockLayout>(bytes) {
-        // A name or a mask may change without harm; sizes may not grow beyond what was written.
+        // A changed name or mask is harmless; sizes may not grow beyond what was serialized.
         assert!(layout.seq_q() <= 1 << 12 && layout.seq_kv() <= 1 << 30);
         if layout.seq_kv() <= 1 << 12 {
             assert_sound(&layout);
@@ -186,7 +186,7 @@ fn assert_refused_or_sound(bytes: &[u8]) {
     }
 }
 
-/// The number that begins at the `which`-th digit after another character, replaced.
+/// Replaces the number that begins at the `which`-th digit after a non-digit.
 fn replace_number(text: &str, which: usize, by: &str) -> String {
     let bytes = text.as_bytes();
     let is_start = |at: &usize| bytes[*at].is_ascii_digit() && !bytes[at - 1].is_ascii_digit();
@@ -225,7 +225,7 @@ proptest! {
     }
 }
 
-/// A file of a few hundred bytes may claim a billion positions and runs over all of them: it is read, or refused, without a look at each.
+/// A file of a few hundred bytes may claim a billion positions with runs over all of them: it is accepted or refused without visiting each.
 #[test]
 fn claims_are_not_expanded() {
     let runs = |list: &str| {
@@ -252,7 +252,7 @@ fn claims_are_not_expanded() {
     assert!(read(meet).is_err_and(|error| error.to_string().contains("key block 14 occurs twice")));
 }
 
-/// Parts of the notation and scraps of them, in any order.
+/// Parts of the notation and fragments of them, in any order.
 fn notation() -> impl Strategy<Value = String> {
     let names = Pattern::NOTATION.iter().map(|form| form.split(':').next());
     let names: Vec<&str> = names.map(Option::unwrap_or_default).collect();
@@ -280,7 +280,7 @@ proptest! {
     }
 }
 
-/// Whether each pair may be asked about: thousands of random blocks are drawn anew for each.
+/// Returns whether pairs may be tested one by one: with thousands of random blocks each test would draw them all.
 fn is_cheap(pattern: &Pattern) -> bool {
     match pattern {
         Pattern::RandomBlocks { blocks, count, .. } => *blocks.min(count) <= 32,
@@ -295,7 +295,7 @@ fn is_cheap(pattern: &Pattern) -> bool {
 proptest! {
     #![proptest_config(cases(1500))]
 
-    /// What is said of an endless sequence holds for the pairs of a short one, whatever the pattern.
+    /// Answers for an endless sequence hold for the pairs of a short one, for any pattern.
     #[test]
     fn reach_of_any_pattern((pattern, heads, t, far) in (pattern(), 1usize..4, 0usize..50, number())) {
         let head = heads - 1;

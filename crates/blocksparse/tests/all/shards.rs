@@ -22,7 +22,7 @@ fn patterns() -> Vec<Pattern> {
     ]
 }
 
-/// The whole-sequence block at each block of a device's keys, by the plan's lists alone.
+/// Returns the whole-sequence block of each block of a device's keys, from the plan's lists alone.
 fn blocks_of_keys(plan: &ShardPlan, device: usize, kv_head: usize) -> Vec<usize> {
     let b = plan.layout().block_size();
     let own = plan.positions(device).into_iter();
@@ -35,7 +35,7 @@ fn blocks_of_keys(plan: &ShardPlan, device: usize, kv_head: usize) -> Vec<usize>
     own.chain(received).collect()
 }
 
-/// Every allowed pair is computed once, by one device, with keys that it has; what crosses is what is needed, and bytes are those.
+/// Checks that every allowed pair is computed once, by one device that has its key; that exactly the needed keys are sent; and that bytes match.
 fn assert_is_the_layout(plan: &ShardPlan) {
     let layout = plan.layout();
     let (b, n) = (layout.block_size(), layout.seq_q());
@@ -64,7 +64,7 @@ fn assert_is_the_layout(plan: &ShardPlan) {
             }
         }
     }
-    // What the dense masks need.
+    // The keys that the dense masks need.
     for kv_head in 0..plan.kv_heads() {
         let masks: Vec<_> = (0..group)
             .map(|head| layout.to_dense(kv_head * group + head))
@@ -92,7 +92,7 @@ fn assert_is_the_layout(plan: &ShardPlan) {
     for device in 0..plan.devices() {
         assert_eq!(plan.pairs(device), pairs[device]);
         assert_eq!(plan.keys_received(device), received[device]);
-        // A key and a value of 10 numbers of 2 bytes.
+        // A key and a value of 10 elements of 2 bytes.
         assert_eq!(plan.bytes(device, 10, 2), received[device] as u64 * 40);
         let sent = (0..plan.devices()).flat_map(|to| {
             let of_head = move |head| plan.crossing(device, to, head);
@@ -168,7 +168,7 @@ fn a_million_positions() {
     assert!(text.contains("2 pieces per device (zigzag)"), "{text}");
     assert!(!text.contains("reaches everything"), "{text}");
 
-    // A residue pattern's natural layout is made of strided runs, which are not expanded.
+    // The natural layout of a residue pattern has strided runs, which are not expanded.
     let layout = Pattern::merged_strided(128).layout(8, 1 << 20, 32).unwrap();
     let plan = ShardPlan::new(&layout, 8, 2).unwrap();
     assert!(plan.reach() > 0.99 && plan.to_string().contains("reaches everything"));

@@ -1,4 +1,4 @@
-//! Layouts of weights: their counts, both orders of their blocks, and the same blocks for a seed everywhere.
+//! Layouts of weights: their counts, both orders of their blocks, and equal blocks for a seed everywhere.
 
 use blocksparse::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ fn picture(layout: &WeightLayout) -> Vec<String> {
     format!("{layout:#}").lines().map(str::to_owned).collect()
 }
 
-/// Of 8 × 12 blocks, a quarter. Fixed: a layout that is saved as its seed must never change.
+/// A quarter of 8 × 12 blocks. These must never change, because a layout may be saved as its seed.
 #[rstest]
 #[case(WeightPattern::Dense, "dense(8×12 blocks of 16, 100.0 %)", &["############"; 8])]
 #[case(WeightPattern::Random, "random(8×12 blocks of 16, 25.0 %, seed 7)", &[".....##...#.", "..#.#....#.#", "#..#........", ".......#.###", ".#....#.#.#.", "..#.#......#", ".........#..", "#......#..#."])]
@@ -55,7 +55,7 @@ fn cells_of_several_blocks() {
 fn the_largest_norms_are_kept() {
     let norms = [3.0, 1.0, 2.0, 2.0, f32::INFINITY, 0.0];
     let layout = |density| WeightLayout::by_magnitude([32, 48], 16, &norms, density).unwrap();
-    // Of the two of 2 the first.
+    // Of the two with norm 2 the first is kept.
     assert_eq!(picture(&layout(0.5))[1..], ["#.#", ".#."]);
     assert_eq!(picture(&layout(0.6))[1..], ["#.#", "##."]);
     assert_eq!(layout(1e-9).len(), 1);
@@ -124,7 +124,7 @@ fn small_worlds_begin_as_rings_and_end_as_random_graphs() {
     };
     let ring = layout(0.0);
     assert_eq!((ring.len(), near(&ring)), (128, 128));
-    // Each input block is a neighbour of as many output blocks.
+    // Each input block is adjacent to equally many output blocks.
     assert!(
         ring.input_offsets()
             .windows(2)
@@ -205,7 +205,7 @@ fn layouts() -> impl Strategy<Value = WeightLayout> {
 }
 
 proptest! {
-    /// Both orders list the same blocks, sorted, and so does every way to ask for one.
+    /// Both orders list the same blocks, sorted, and lookups agree with them.
     #[test]
     fn both_orders_agree(layout in layouts()) {
         let (ins, outs) = (layout.in_blocks(), layout.out_blocks());
@@ -250,7 +250,7 @@ proptest! {
         prop_assert_eq!(read.to_string(), layout.to_string());
     }
 
-    /// As many blocks as the density asks for, and none without a block where there are enough.
+    /// The number of blocks follows the density, and no row or column is empty if there are enough blocks.
     #[test]
     fn densities(ins in 1usize..20, outs in 1usize..20, density in 0.001f64..=1.0, seed: u64) {
         let shape = [ins * 16, outs * 16];
@@ -267,7 +267,7 @@ proptest! {
         if count >= ins.max(outs) {
             prop_assert!(least(random.output_offsets()) > 0 && least(random.input_offsets()) > 0);
         }
-        // No bandwidth comes nearer.
+        // No other bandwidth is closer.
         let banded = WeightLayout::banded_of_density(shape, 16, density).unwrap();
         for bandwidth in 0..ins + 1 {
             let other = WeightLayout::banded(shape, 16, bandwidth).unwrap();

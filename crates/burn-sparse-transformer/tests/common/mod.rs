@@ -1,4 +1,4 @@
-//! What the tests share, and the names that most of them use. Each binary uses a part of it.
+//! Code and imports that the test binaries share. Each binary uses a part of it.
 #![allow(dead_code, unused_imports)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,8 +23,8 @@ pub use burn_sparse_transformer::{
 };
 pub use rstest::rstest;
 
-/// A backend has one random number generator for the whole process: tests that depend on what is drawn
-/// hold this, and so do all others of their binary.
+/// A backend has one random number generator for the whole process: tests that depend on its numbers hold this lock, and so do all other tests of
+/// their binary.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 /// Seeds the generator and keeps other tests from using it.
@@ -34,13 +34,13 @@ pub fn seed(device: &Device, seed: u64) -> MutexGuard<'static, ()> {
     guard
 }
 
-/// A device whose generator is seeded and kept from other tests.
+/// Returns a device whose generator is seeded and kept from other tests.
 pub fn seeded(device: Device, number: u64) -> (Device, MutexGuard<'static, ()>) {
     let guard = seed(&device, number);
     (device, guard)
 }
 
-/// Every kind of pattern, those that see later positions made causal; and what combines them.
+/// Every kind of pattern, made causal where necessary, and their combinations.
 pub const PATTERNS: &[&str] = &[
     "causal",
     "dense & causal",
@@ -70,11 +70,11 @@ pub const PATTERNS: &[&str] = &[
     "local:3 / strided:5",
 ];
 
-/// The CPU backends that are compiled in, or that which `BURN_SPARSE_DEVICE` names.
+/// Returns the CPU backends that are compiled in, or the one that `BURN_SPARSE_DEVICE` names.
 pub fn devices() -> Vec<Device> {
     let found = [
         ("flex", Device::flex()),
-        // It has other orders of sums.
+        // It sums in other orders.
         #[cfg(feature = "ndarray")]
         #[allow(deprecated)]
         ("ndarray", Device::ndarray()),
@@ -91,14 +91,14 @@ pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
-/// Token ids `[batch, seq]` without an obvious order.
+/// Returns token ids `[batch, seq]` without an obvious order.
 pub fn tokens(batch: usize, seq: usize, vocab: usize, device: &Device) -> Tensor<2, Int> {
     let ids = (0..batch * seq).map(|i| ((i * i * 31 + i * 17 + 5) % 1009 % vocab) as i64);
     let ids: Vec<i64> = ids.collect();
     Tensor::from_data(TensorData::new(ids, [batch, seq]), device)
 }
 
-/// Every parameter from `N(0, 0.3)`: gains and biases matter, and the output matrix is not 0.
+/// Draws every parameter from `N(0, 0.3)`: gains and biases take effect, and the output matrix is not 0.
 pub fn randomise<M: Module>(module: M) -> M {
     struct Randomise;
     impl ModuleMapper for Randomise {
@@ -115,7 +115,7 @@ pub fn randomise<M: Module>(module: M) -> M {
     module.map(&mut Randomise)
 }
 
-/// A model of `[d_model, heads]`, for `[vocab, context, layers]`, in blocks of 8.
+/// Makes the configuration of a model with `[d_model, heads]` and `[vocab, context, layers]`, in blocks of 8.
 pub fn small(
     [d_model, heads]: [usize; 2],
     factorization: impl Into<Factorization>,
@@ -128,20 +128,20 @@ pub fn small(
         .with_block_size(8)
 }
 
-/// Equal up to `tolerance`, absolute and relative.
+/// Asserts equality up to `tolerance`, absolute and relative.
 pub fn assert_close<const D: usize>(a: Tensor<D>, b: Tensor<D>, tolerance: f32) {
     let tolerance = Tolerance::absolute(tolerance).set_relative(tolerance);
     a.into_data()
         .assert_approx_eq::<f32>(&b.into_data(), tolerance);
 }
 
-/// Self-attention of a sequence.
+/// Computes self-attention of a sequence.
 pub fn attend(mha: &SparseMultiHeadAttention, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
     let output = mha.try_forward(SparseMhaInput::self_attn(x))?;
     Ok(output.context)
 }
 
-/// The same of new positions after those of a cache.
+/// Computes self-attention of new positions after those of a cache.
 pub fn attend_cache(
     mha: &SparseMultiHeadAttention,
     x: Tensor<3>,
@@ -151,21 +151,21 @@ pub fn attend_cache(
     Ok(output.context)
 }
 
-/// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
+/// Reshapes `[batch, seq, heads · width]` to `[batch, heads, seq, width]`.
 pub fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
     let [batch, seq, width] = x.dims();
     let x = x.reshape([batch, seq, heads, width / heads]);
     x.swap_dims(1, 2)
 }
 
-/// The inverse of [`split_heads`].
+/// Inverts [`split_heads`].
 pub fn merge_heads(x: Tensor<4>) -> Tensor<3> {
     let [batch, heads, seq, width] = x.dims();
     x.swap_dims(1, 2).reshape([batch, seq, heads * width])
 }
 
-/// Attention in dense operations: what the heads give, and the weights. Heads may share keys; to scores is added what is given, and a sink is one more
-/// key without a value.
+/// Computes attention in dense operations; returns the heads' outputs and the weights. Heads may share keys; `added` is added to the scores,
+/// and a sink is one more key without a value.
 pub fn dense_attention(
     [q, k, v]: [Tensor<4>; 3],
     scale: f64,
@@ -193,7 +193,7 @@ pub fn dense_attention(
     [weights.clone().matmul(of_heads(v)), weights]
 }
 
-/// `[1, heads, seq_q, seq_kv]` of 0 where a head's query sees a key, and −∞ elsewhere.
+/// Returns `[1, heads, seq_q, seq_kv]` with 0 where a head's query sees a key, and −∞ elsewhere.
 pub fn hidden(
     [heads, seq_q, seq_kv]: [usize; 3],
     device: &Device,
@@ -207,12 +207,12 @@ pub fn hidden(
     Tensor::from_data(TensorData::new(numbers, [1, heads, seq_q, seq_kv]), device)
 }
 
-/// The largest difference of two tensors' numbers.
+/// Returns the largest absolute difference of two tensors.
 pub fn apart<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
     (a - b).abs().max().into_scalar()
 }
 
-/// Rows of pieces of a sequence, one after the other, of their first positions and lengths.
+/// Runs pieces of a sequence with their first positions and lengths, and concatenates the rows.
 pub fn in_pieces(counts: &[usize], mut run: impl FnMut(usize, usize) -> Tensor<3>) -> Tensor<3> {
     let mut first = 0;
     let rows = counts.iter().map(|&count| {
@@ -222,7 +222,7 @@ pub fn in_pieces(counts: &[usize], mut run: impl FnMut(usize, usize) -> Tensor<3
     Tensor::cat(rows.collect(), 1)
 }
 
-/// That pieces of a sequence, one after the other in a new cache, give what the whole gives.
+/// Checks that successive pieces of a sequence in a new cache give the results of the whole.
 #[track_caller]
 pub fn assert_pieces(
     mha: &SparseMultiHeadAttention,
@@ -242,7 +242,7 @@ pub fn assert_pieces(
 #[cfg(feature = "autodiff")]
 pub type Gradients = std::collections::BTreeMap<String, Vec<f32>>;
 
-/// Those of a module whose parameters all have one.
+/// Returns the gradients of a module whose parameters all have one.
 #[cfg(feature = "autodiff")]
 pub fn all_gradients_of<M: Module>(
     module: &M,
@@ -287,12 +287,12 @@ pub fn gradients_of<M: Module>(module: &M, gradients: &burn::optim::GradientsPar
     visitor.found
 }
 
-/// The largest of some numbers, without signs.
+/// Returns the largest absolute value.
 pub fn largest<'a>(numbers: impl IntoIterator<Item = &'a f32>) -> f32 {
     numbers.into_iter().fold(0.0, |most, x| most.max(x.abs()))
 }
 
-/// That `rounded` is not `exact`, and nearer than a share of it.
+/// Checks that `rounded` differs from `exact`, by less than a share of its norm.
 #[track_caller]
 pub fn assert_rounded<const D: usize>(rounded: Tensor<D>, exact: Tensor<D>, most: f32) {
     let norm = |x: Tensor<D>| x.powi_scalar(2).sum().sqrt().into_scalar::<f32>();

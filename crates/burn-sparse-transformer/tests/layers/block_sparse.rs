@@ -76,7 +76,7 @@ fn the_largest_blocks_of_a_dense_layer_are_kept() {
     refused! { BlockSparseLinear::from_dense(&dense, 0.4, 32) => "outputs must be a positive multiple of the block, 32, got 48"; }
 }
 
-/// The layout comes with the parameters, and so do those of another layout with as many blocks.
+/// A record restores the layout with the parameters, even another layout with as many blocks.
 #[test]
 fn records_bring_their_layout() {
     let device = Device::flex();
@@ -88,11 +88,11 @@ fn records_bring_their_layout() {
     let expected = saved.forward(x.clone());
     assert_close(loaded.forward(x.clone()), expected.clone(), 0.0);
     assert_eq!(loaded.layout().unwrap(), saved.layout().unwrap());
-    // Copies on other devices and without autodiff have it, too.
+    // Copies on other devices and without autodiff have it too.
     let copy = loaded.clone().fork(&Device::flex().autodiff());
     let copy = copy.train().valid();
     assert_close(copy.forward(x), expected, 0.0);
-    // Fewer blocks are another shape.
+    // Fewer blocks give another shape.
     let (pruned, _) = saved.prune(0.25).unwrap();
     let more = config().init(&device);
     assert!(more.try_load_record(bytes_of(&pruned)).is_err());
@@ -128,7 +128,7 @@ fn pruning_keeps_the_largest_blocks() {
     assert_close(got.weight.val(), expected.weight.val(), 0.0);
 }
 
-/// A step after pruning is that of a layer that never had the other blocks: they do not meet in the optimizer.
+/// A step after pruning equals that of a layer that never had the pruned blocks: the optimizer does not mix up their states.
 #[rstest]
 fn optimizers_follow_pruning(#[values(false, true)] saved: bool) {
     let device = Device::flex().autodiff();
@@ -136,7 +136,7 @@ fn optimizers_follow_pruning(#[values(false, true)] saved: bool) {
     let layer = randomise(config().with_bias(false).init(&device));
     let adamw = || FusedAdamWConfig::new().with_weight_decay(0.0).init();
     let step = |optimizer: &mut burn_fused_ops::optim::FusedAdamW, layer: BlockSparseLinear| {
-        // The gradient by a block does not depend on other blocks.
+        // The gradient with respect to a block does not depend on other blocks.
         let loss = layer.forward(x.clone()).sum();
         let gradients = GradientsParams::from_grads(loss.backward(), &layer);
         optimizer.step(1e-2, layer, gradients).unwrap().0
@@ -203,7 +203,7 @@ fn models_with_sparse_feed_forward_networks() {
     let flops = dense.matmul_flops_per_token() - model.matmul_flops_per_token();
     assert_eq!(flops, 2 * removed as u64);
 
-    // The same gradients however they are computed.
+    // Equal gradients with every kind of recomputation.
     let x = tokens(2, 16, 11, &device);
     let run = |recompute: Recompute| {
         let made = model.loss_and_gradients(x.clone(), x.clone(), 5, recompute);
@@ -229,7 +229,7 @@ fn models_with_sparse_feed_forward_networks() {
     assert_eq!(layouts(&loaded), found);
 }
 
-/// With every block kept the network is the dense one.
+/// With all blocks the network is the dense one.
 #[test]
 fn dense_layouts_are_dense_networks() {
     let device = Device::flex();

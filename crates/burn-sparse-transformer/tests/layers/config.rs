@@ -5,7 +5,7 @@ use burn::module::Initializer;
 
 use crate::common::*;
 
-/// Through Burn's JSON and back; configurations print as that JSON.
+/// Checks the round trip through Burn's JSON, and that a configuration prints as that JSON.
 fn assert_round_trip<C: Config + std::fmt::Display>(config: &C) {
     let json = config.to_string();
     let loaded = C::load_binary(json.as_bytes()).unwrap();
@@ -77,7 +77,7 @@ fn attention_and_block_round_trip() {
     }
 }
 
-/// What a configuration that was written before fields came says of them.
+/// Configurations saved before fields existed get their defaults.
 #[test]
 fn optional_fields_may_be_missing() {
     fn assert_may_miss<C: Config + std::fmt::Display>(config: &C, fields: &[&str]) {
@@ -103,7 +103,7 @@ fn optional_fields_may_be_missing() {
     assert_may_miss(&attention, &["selection", "content", "local_heads"]);
 }
 
-/// What `enwik8 export` wrote when the sizes were arguments of `new`.
+/// Output of `enwik8 export` from the time when sizes were arguments of `new`.
 const EARLIER: &str = r#"{
     "vocab_size": 256, "context": 32, "d_model": 16, "n_layers": 1, "n_heads": 2,
     "factorization": {"merged": [{"fixed": {"stride": 8, "columns": 2, "num_verts": 1}}]},

@@ -1,4 +1,4 @@
-//! Heads that choose by content beside those of a pattern, in attention, blocks and models.
+//! Heads with content-based attention besides those of a pattern, in attention, blocks and models.
 
 use burn_blocksparse::sparse_attention;
 use burn_fused_ops::join_heads;
@@ -22,7 +22,7 @@ fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     attend(mha, x.clone()).unwrap()
 }
 
-/// The first head is the pattern's, with keys of its own; the others are what such heads are alone.
+/// The first head uses the pattern, with its own keys; the others give the results of such heads alone.
 #[test]
 fn heads_of_both_kinds_stand_side_by_side() {
     let (device, _guard) = seeded(Device::flex(), 1);
@@ -91,7 +91,7 @@ fn layers_have_their_local_heads() {
     assert_eq!(means.dims(), [1, 4, 8]);
 }
 
-/// Whatever is computed again, gradients, commitment and the means after a step are the same, and the means move once.
+/// With any recomputation, gradients, commitment loss and the means after a step are equal, and the means move once.
 #[test]
 fn recomputed_blocks_choose_and_follow_the_same() {
     let (device, _guard) = seeded(Device::flex().autodiff(), 3);
@@ -129,7 +129,7 @@ fn recomputed_blocks_choose_and_follow_the_same() {
     }
 }
 
-/// The commitment is in the gradients, and in the loss that is to be differentiated, but not in the one that is reported.
+/// The commitment loss is in the gradients, and in the differentiable loss, but not in the reported one.
 #[test]
 fn the_commitment_is_differentiated_and_not_reported() {
     let (device, _guard) = seeded(Device::flex().autodiff(), 4);
@@ -181,7 +181,7 @@ fn means_settle_and_are_in_records() {
             assert!((length - 1.0).abs() < 1e-5, "{length}");
         }
     }
-    // Settling is no training pass.
+    // K-means initialization is not a training pass.
     first.ema_update();
     assert!(means(&first) == settled);
     let second = model("routing:8", &[2, 1, 1], &device);
@@ -189,14 +189,14 @@ fn means_settle_and_are_in_records() {
     assert!(means(&second) == settled);
     let logits = |model: &SparseTransformer| numbers(model.forward(tokens.clone()));
     assert!(logits(&second) == logits(&first));
-    // Plain models have nothing to move.
+    // Plain models have no means to move.
     let mut plain = model("lsh:8,2", &[1], &device);
     plain.kmeans_init(tokens, 1u64).unwrap();
     plain.ema_update();
 }
 
-/// As the page says: a token that comes later changes what earlier ones see, of which none is causal attention's fault. With one cluster, or chunks that
-/// hold everything, nothing is left to choose, and nothing leaks.
+/// As documented, a later token can change what earlier ones see, unlike in causal attention. With one cluster, or chunks that contain everything,
+/// no selection is left, and nothing leaks.
 #[test]
 fn later_tokens_take_part_in_the_choice_alone() {
     let (device, _guard) = seeded(Device::flex(), 8);
@@ -221,7 +221,7 @@ fn later_tokens_take_part_in_the_choice_alone() {
     }
 }
 
-/// Seeds of dropout are those of rotations: a training pass repeats under one, and a pass of evaluation always.
+/// Rotations follow from the dropout seed: a training pass is repeatable with a seed, and an evaluation pass always is.
 #[test]
 fn rotations_of_a_pass_follow_from_its_seed() {
     let (device, _guard) = seeded(Device::flex(), 6);

@@ -1,4 +1,4 @@
-//! Modules and records of burn-nn with a pattern.
+//! Conversion of modules and records of burn-nn, with a pattern.
 
 use burn::nn::attention::generate_autoregressive_mask;
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderInput};
@@ -43,7 +43,7 @@ fn attention_keeps_its_weights_and_its_output() {
     assert_close(run(&causal), expected, 1e-5);
 }
 
-/// burn-nn's quiet softmax: its weights, one by one, and what becomes of them.
+/// burn-nn's quiet softmax: its weights, one by one, and their use.
 #[test]
 fn a_quiet_softmax_stays_quiet() {
     const SEQ: usize = 8;
@@ -74,7 +74,7 @@ fn a_quiet_softmax_stays_quiet() {
         assert_close(got.context, dense.forward(theirs).context, 1e-5);
     }
 
-    // Values that are the unit vectors, one for each key, come out as the weights.
+    // With unit vectors as values, one per key, the output is the weights.
     let unit = Tensor::<2>::eye(32, &device);
     for linear in [&mut dense.value, &mut dense.output] {
         linear.weight = Param::from_tensor(unit.clone());
@@ -94,7 +94,7 @@ fn a_quiet_softmax_stays_quiet() {
     let (_, weights) = sparse.forward_with_weights(input);
     assert_close(weights.to_dense(), expected, 1e-5);
 
-    // It is no parameter, so that records load both ways, and the decoder's pieces are the whole.
+    // It has no parameter, so records load both ways; in a decoder pieces give the result of the whole.
     let config = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::causal())
         .with_block_size(8)
         .with_quiet_softmax(true);
@@ -106,7 +106,7 @@ fn a_quiet_softmax_stays_quiet() {
     refused! { config.with_sinks(true).try_init(&device) => "sinks must be none with quiet_softmax, which is one, got some"; }
 }
 
-/// Gradients, too.
+/// Gradients with a quiet softmax.
 #[test]
 fn a_quiet_softmax_is_trained() {
     let device = Device::flex().autodiff();

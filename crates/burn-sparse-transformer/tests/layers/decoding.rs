@@ -1,4 +1,4 @@
-//! Token by token from a cache is what all rows at once are, whatever the pattern.
+//! Decoding token by token from a cache equals the whole call, for all patterns.
 
 use crate::common::*;
 
@@ -43,13 +43,12 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
     randomise(config.init(&Device::flex()))
 }
 
-/// A piece of a sequence: its first position and how many there are.
+/// Returns a piece of a sequence, from its first position and length.
 fn piece(x: &Tensor<3>, start: usize, len: usize) -> SparseMhaInput {
     SparseMhaInput::self_attn(x.clone().narrow(1, start, len))
 }
 
-/// Pieces between the positions at which a cache may stop, which patterns that see later positions have, too. Some are taken back, and others fed
-/// in their place.
+/// Pieces between the positions at which a cache may stop, including patterns that see later positions. Some pieces are rolled back and replaced.
 #[rstest]
 #[case("prefix:5", &[5, 6, 13])]
 #[case("chunked:4,1,0", &[4, 12, 20])]
@@ -71,7 +70,7 @@ fn pieces_between_boundaries_are_rows_of_the_whole(#[case] text: &str, #[case] s
     let mut before = 0;
     for &stop in stops {
         assert!(pattern.allows_boundary(2, stop), "{text} at {stop}");
-        // What is taken back leaves nothing behind.
+        // Rolled-back tokens leave no trace.
         mha.forward_cache(piece(&others, before, stop - before), &mut cache);
         cache.truncate(before);
         let input = piece(&x, before, stop - before);
@@ -121,14 +120,14 @@ fn a_cache_stops_where_it_may(#[case] text: &str, #[case] stop: usize, #[case] s
         format!("a cache cannot stop at position {stop}: queries before it attend to {says}");
     assert_eq!(error.to_string(), expected);
     assert_eq!(cache.len(), 0);
-    // The end of a sequence may be anywhere, but nothing goes on from there.
+    // The end of a sequence may be anywhere, but nothing can follow it.
     mha.forward_cache_last(piece(&x, 0, stop), &mut cache);
     refused! { mha.try_forward_cache(piece(&x, stop, 1), &mut cache) => expected; }
     assert_eq!(cache.len(), stop);
 }
 
-/// That a model decodes 40 tokens of two sequences by a cache as it sees them at once, going back included, and that other tokens behind the 23rd change
-/// what is seen from there on alone.
+/// Checks that a model decodes 40 tokens of two sequences from a cache like in one call, including rollbacks, and that other tokens after the 23rd
+/// change only later outputs.
 pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Tensor<2, Int>) {
     let whole = model.forward(tokens.clone());
     let mut cache = model.new_cache();
@@ -137,7 +136,7 @@ pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Ten
         model.forward_cache(new, &mut cache)
     });
     assert_close(Tensor::cat(rows.to_vec(), 1), whole.clone(), 1e-4);
-    // A refused call leaves the cache as it was.
+    // A refused call leaves the cache unchanged.
     cache.truncate(20);
     let many = tokens.clone().narrow(1, 0, 30);
     assert!(model.try_forward_cache(many, &mut cache).is_err());
@@ -154,7 +153,7 @@ pub fn assert_decodes_and_sees_no_future(model: &SparseTransformer, tokens: &Ten
     assert!(difference > 1e-3, "{difference}");
 }
 
-/// That a layer decodes token by token and in pieces, of which some are taken back, and that it goes on with its own batch alone.
+/// Checks that a layer decodes token by token and in pieces, some of which are rolled back, and that it refuses another batch.
 pub fn assert_layer_decodes(layer: &SparseMultiHeadAttention, x: &Tensor<3>) {
     let [_, seq, width] = x.dims();
     let whole = attend(layer, x.clone()).unwrap();
@@ -164,7 +163,7 @@ pub fn assert_layer_decodes(layer: &SparseMultiHeadAttention, x: &Tensor<3>) {
         let rows = pieces.into_iter().map(|count| {
             let start = cache.len();
             let piece = |x: &Tensor<3>, count| x.clone().narrow(1, start, count);
-            // What is taken back is forgotten.
+            // Rolled-back tokens are forgotten.
             let other = piece(&others, (seq - start).min(9));
             attend_cache(layer, other, &mut cache).unwrap();
             cache.truncate(start);

@@ -1,4 +1,4 @@
-//! DeepSeek sparse attention: the layer, what its indexer learns by, and decoding.
+//! DeepSeek sparse attention: the layer, the losses of its indexer, and decoding.
 
 use burn_sparse_transformer::dsa::DsaHeadsConfig;
 
@@ -9,7 +9,7 @@ use crate::whole_layers::model;
 #[cfg(feature = "autodiff")]
 use crate::whole_layers::assert_own_losses;
 
-/// Four heads of queries on two of keys; three index heads of width 6, of which four channels are rotated.
+/// Four query heads on two KV heads; three index heads of width 6, of which four channels are rotated.
 fn heads(keep: usize, near: usize) -> DsaHeadsConfig {
     DsaHeadsConfig::new()
         .with_keep(keep)
@@ -30,7 +30,7 @@ fn layer(keep: usize, near: usize, device: &Device) -> SparseMultiHeadAttention 
     randomise(config(heads(keep, near)).init(device))
 }
 
-/// With room for all keys it is dense causal attention, whatever the indexer.
+/// With capacity for all keys it equals dense causal attention, whatever the indexer.
 #[test]
 fn with_all_keys_it_is_dense() {
     let device = Device::flex();
@@ -54,7 +54,7 @@ fn decoding_gives_what_the_whole_gives() {
     }
 }
 
-/// The indexer learns by its own loss alone, and nothing else learns by that.
+/// The indexer learns only from its own loss, and nothing else learns from that.
 #[cfg(feature = "autodiff")]
 #[test]
 fn each_loss_reaches_its_own_parameters() {
@@ -104,7 +104,7 @@ fn caches_of_dense_attention_are_refused() {
     refused! { model.try_forward_cache(part(9, 1), &mut cache) => "cache must be one whose 9 tokens an indexer has seen, got one of 0"; }
 }
 
-/// Before the choice, and with a choice of everything, layers are those of dense attention.
+/// Before the selection stage, and with all keys selected, layers equal dense attention.
 #[test]
 fn stages_before_the_choice_are_dense() {
     let (device, _guard) = seeded(Device::flex(), 32);
@@ -115,7 +115,7 @@ fn stages_before_the_choice_are_dense() {
     for stage in [DsaStage::Dense, DsaStage::WarmUp] {
         let dense = sparse.clone().with_dsa_stage(stage).unwrap();
         assert_close(dense.forward(tokens.clone()), expected.clone(), 1e-4);
-        // The operations of the pairs, and no scores.
+        // Operations of the pairs only, not of index scores.
         let flops = dense.attention_flops(33).unwrap();
         assert_eq!(flops, all.attention_flops(33).unwrap());
         assert_eq!(flops, 2 * 2 * 4 * (33 * 34 / 2) * (4 + 4));
@@ -142,7 +142,7 @@ mod training {
 
     use super::*;
 
-    /// Each learns by its own loss: the model as by cross-entropy alone, and the indexers, which that does not reach, by what is added.
+    /// Each learns from its own loss: the model from cross-entropy, which does not reach the indexers, and these from the added loss.
     #[test]
     fn the_model_and_its_indexers_learn_apart() {
         let (device, _guard) = seeded(Device::flex().autodiff(), 33);
@@ -191,7 +191,7 @@ mod training {
         let ((_, none), of_dense) = step(&dense, Recompute::None);
         assert_eq!(none, None);
         assert!(of_dense.keys().eq(of_model.keys()));
-        // In the warm-up the indexers alone learn, as by the loss that Burn differentiates.
+        // In the warm-up only the indexers learn, like from the loss that Burn differentiates.
         let warming = model.clone().with_dsa_stage(DsaStage::WarmUp).unwrap();
         let ((loss, aux_loss), of_warm_up) = step(&warming, Recompute::BLOCK);
         let whole = warming.loss(tokens.clone(), tokens.clone());
@@ -202,14 +202,14 @@ mod training {
         assert!(of_warm_up.keys().eq(of_indexers.keys()));
     }
 
-    /// A warm-up brings the indexers near the attention, and leaves all else as it is; what they choose then keeps more of it.
+    /// A warm-up brings the indexers close to the attention, and leaves the rest unchanged; their selection then has more recall.
     #[test]
     fn a_warm_up_teaches_what_to_choose() {
         let (device, _guard) = seeded(Device::flex().autodiff(), 34);
         let tokens = tokens(2, 40, 11, &device);
         let mut sparse = model("dsa:10,0,4,16", 40, &device);
         for block in &mut sparse.blocks {
-            // Some keys get much, and others nothing.
+            // Some keys get much attention, and others none.
             let weight = &mut block.mha.query.weight;
             *weight = weight.clone().map(|weight| weight * 20.0);
         }

@@ -1,4 +1,4 @@
-//! The encoder on the training ops, beside burn-nn's.
+//! The encoder on the training ops, against burn-nn's.
 
 use burn::nn::activation::ActivationConfig;
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderInput};
@@ -17,7 +17,7 @@ fn sparse(dense: &TransformerEncoder) -> SparseTransformerEncoder {
     SparseTransformerEncoder::from_dense(dense, Pattern::dense(), 8).unwrap()
 }
 
-/// The output and the gradients with respect to x and to parameters of the first layer, with burn-nn's names.
+/// Returns the output and the gradients with respect to x and to parameters of the first layer, with burn-nn's names.
 macro_rules! results {
     ($encoder:expr, $x:expr, $run:expr) => {{
         let x = $x.clone().require_grad();
@@ -53,7 +53,7 @@ fn gradients_are_those_of_burn_nn(
         ActivationConfig::Gelu,
         ActivationConfig::GeluApproximate,
         ActivationConfig::Relu,
-        // None of ours: burn-nn's own between the products.
+        // Not one of ours: burn-nn's own runs between the products.
         ActivationConfig::Tanh
     )]
     activation: ActivationConfig,
@@ -90,7 +90,7 @@ fn half_precision_stays_near(#[values(false, true)] norm_first: bool) {
     assert_rounded(half, full, 0.03);
 }
 
-/// Training drops, and not the same twice; what is not trained drops nothing.
+/// Training drops different elements each time; evaluation drops none.
 #[rstest]
 fn training_drops(#[values(false, true)] norm_first: bool) {
     for device in [Device::flex(), Device::flex().autodiff()] {

@@ -1,22 +1,22 @@
-//! The golden input: small numbers that are exact in any dtype, for results that were computed elsewhere; and plain f64 arithmetic on rows.
+//! The golden input: small values that are exact in any dtype, for externally computed results; and plain f64 arithmetic on rows.
 
 use burn::module::ModuleMapper;
 
 use crate::common::*;
 
-/// Numbers of eighths: of queries (0), keys (1), values (2) and more.
+/// Returns a multiple of 1/8: for queries (0), keys (1), values (2) and more.
 pub fn val(of: usize, head: usize, i: usize, c: usize) -> f64 {
     let sum = 131 * of + 61 * head + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
     ((sum % 23) as f64 - 11.0) / 8.0
 }
 
-/// `val` of a head, rows of four.
+/// Returns `val` of a head, as rows of four.
 pub fn vals(of: usize, rows: usize) -> Vec<Vec<f64>> {
     let row = |i| (0..4).map(|c| val(of, 0, i, c)).collect();
     (0..rows).map(row).collect()
 }
 
-/// Numbers without an obvious order, from −1 to 1.
+/// Returns numbers without an obvious order, from −1 to 1.
 pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
     let mut state = (seed as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
@@ -27,7 +27,7 @@ pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
     (0..count).map(|_| next()).collect()
 }
 
-// The CPU backends, which have other integers.
+// The CPU backends, whose default integer dtypes differ.
 pub(crate) use crate::common::devices;
 
 pub fn tensor<const D: usize>(
@@ -40,7 +40,7 @@ pub fn tensor<const D: usize>(
     Tensor::from_data(data, (device, dtype))
 }
 
-/// Every parameter from numbers that no generator draws.
+/// Fills every parameter with fixed numbers.
 pub fn filled<M: Module>(module: M) -> M {
     struct Fill(usize);
     impl ModuleMapper for Fill {
@@ -71,7 +71,7 @@ pub fn unit(x: &[f64]) -> Vec<f64> {
     x.iter().map(|x| x / length).collect()
 }
 
-/// Softmax attention of one query: out and lse, of scores that come with their values.
+/// Computes softmax attention of one query from pairs of score and value; returns out and lse.
 pub fn attend(seen: &[(f64, &[f64])]) -> (Vec<f64>, f64) {
     let max = seen
         .iter()
@@ -87,7 +87,7 @@ pub fn attend(seen: &[(f64, &[f64])]) -> (Vec<f64>, f64) {
     (out, max + sum.ln())
 }
 
-/// Equal up to `tolerance`.
+/// Asserts equality up to `tolerance`.
 pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (at, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -96,7 +96,7 @@ pub fn assert_near(what: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// The gradient by each number of `x` in turn, by differences.
+/// Returns the gradient with respect to each element of `x`, by finite differences.
 pub fn differences(x: &[f64], mut of: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
     const STEP: f64 = 1e-6;
     let mut x = x.to_vec();

@@ -1,5 +1,5 @@
-//! What `SparseMultiHeadAttention` does to heads (normalisation, rotation, scale), and padding: against the same in dense Burn
-//! operations, and against itself in pieces.
+//! Operations of `SparseMultiHeadAttention` on heads (normalization, rotation, scale), and padding: against dense Burn operations, and against
+//! itself in pieces.
 
 use burn::nn::{LayerNormConfig, RmsNormConfig};
 use burn::store::ModuleRecord;
@@ -23,7 +23,7 @@ fn init(config: SparseMultiHeadAttentionConfig) -> SparseMultiHeadAttention {
     randomise(config.init(&Device::flex()))
 }
 
-/// Causal attention in dense operations, as the papers write it.
+/// Computes causal attention in dense operations, as in the papers.
 fn dense_causal(
     mha: &SparseMultiHeadAttention,
     config: &SparseMultiHeadAttentionConfig,
@@ -105,7 +105,7 @@ fn mask(rows: &[[bool; 11]]) -> Tensor<2, Bool> {
     Tensor::from_data(data, &Device::flex())
 }
 
-/// `true` = padding, at the end of entry 0, at the beginning of entry 1, nowhere and everywhere.
+/// `true` = padding: at the end of entry 0, at the beginning of entry 1, nowhere, everywhere.
 fn ragged() -> Vec<[bool; 11]> {
     let places = [6..11, 0..4, 0..0, 0..11];
     places
@@ -136,7 +136,7 @@ fn padding_equals_burn_nns_where_there_is_none_and_is_0_elsewhere() {
     }
 }
 
-/// What comes of them, and no gradient of padding, is compared with f64 in the suite's random layers.
+/// Lengths equal a padding mask. The suite's random layers compare results and gradients with f64.
 #[test]
 fn lengths_are_a_mask() {
     let lengths = [6, 0, 11, 1];
@@ -170,7 +170,7 @@ fn decoding_with_padding_on_the_left() {
     }
 }
 
-/// A record that the first version of the model wrote, and the logits it gave.
+/// A record written by the first version of the model, and its logits.
 #[test]
 fn records_written_before_these_options_load() {
     let bytes = std::fs::read("tests/data/record-0.1.0.burnpack").unwrap();

@@ -1,4 +1,4 @@
-//! The linear layer beside burn-nn's.
+//! The linear layer against burn-nn's.
 
 use burn::store::ModuleRecord;
 use burn_sparse_transformer::linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};

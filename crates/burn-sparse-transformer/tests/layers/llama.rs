@@ -1,4 +1,4 @@
-//! Llama-style models: equality to loops in f64, decoding, and configurations of checkpoints.
+//! Llama-style models: against f64 loops, decoding, and configurations of checkpoints.
 
 use std::f64::consts::PI;
 
@@ -22,7 +22,7 @@ fn config() -> LlamaConfig {
         .with_block_size(8)
 }
 
-/// As in Qwen3: heads are wider than their share of the stream.
+/// Heads wider than their share of the stream, like in Qwen3.
 fn wide() -> LlamaConfig {
     config()
         .with_head_dim(Some(6))
@@ -31,7 +31,7 @@ fn wide() -> LlamaConfig {
         .with_rope_theta(1e6)
 }
 
-/// Three channels' frequencies stay, are between, and are divided.
+/// Of three frequencies one is kept, one interpolated, and one divided.
 fn stretched() -> LlamaConfig {
     wide()
         .with_rope_theta(100.0)
@@ -62,7 +62,6 @@ fn biased() -> LlamaConfig {
         .with_pattern(Pattern::streaming(7, 2))
 }
 
-/// Rows of the same width.
 type Rows = Vec<Vec<f64>>;
 
 fn rows_of(tensor: Tensor<2>) -> Rows {
@@ -90,7 +89,7 @@ fn norm(norm: &RmsNorm, x: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-/// The frequency of a pair of channels, by the formulas of the papers.
+/// Returns the frequency of a pair of channels, by the formulas of the papers.
 fn frequency(config: &LlamaConfig, pair: usize, width: usize) -> f64 {
     let plain = config.rope_theta.powf(-2.0 * pair as f64 / width as f64);
     let part = |kept: f64, factor: f64| kept * plain + (1.0 - kept) * plain / factor;
@@ -131,7 +130,7 @@ fn frequency(config: &LlamaConfig, pair: usize, width: usize) -> f64 {
     }
 }
 
-/// A head of a row, normalised and rotated.
+/// Returns a head of a row, normalized and rotated.
 fn placed(head: &[f64], own: &Option<HeadNorm>, at: usize, config: &LlamaConfig) -> Vec<f64> {
     let mut head = match own {
         Some(HeadNorm::Rms(own)) => norm(own, head),
@@ -152,7 +151,7 @@ fn add(x: &mut [f64], y: &[f64]) {
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
 }
 
-/// Logits of a sequence, `[seq, vocab]`, in loops.
+/// Computes the logits of a sequence, `[seq, vocab]`, in loops.
 fn logits_in_f64(model: &Llama, config: &LlamaConfig, ids: &[usize]) -> Vec<f64> {
     let embed = rows_of(model.embed.weight.val());
     let mut x: Rows = ids.iter().map(|&id| embed[id].clone()).collect();
@@ -266,7 +265,7 @@ fn the_loss_is_that_of_the_logits_and_every_parameter_learns() {
     let picked = logs.gather(2, targets.unsqueeze_dim(2));
     assert_close(loss.clone(), picked.mean().neg().unsqueeze(), 1e-5);
     let gradients = burn::optim::GradientsParams::from_grads(loss.backward(), &model);
-    // Seven matrices, two norms and two head norms a layer; embedding, norm and head.
+    // Seven matrices, two norms and two head norms per layer; embedding, norm and head.
     assert_eq!(gradients.len(), 2 * 11 + 3);
     assert!(model.num_params() > 0);
 }
@@ -347,7 +346,7 @@ fn configurations_of_checkpoints_are_read() {
     let yarn = r#""rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}"#;
     let yarn = of("qwen2", yarn).unwrap();
     assert_eq!(yarn.context, 32_768);
-    // What is saved without the paper's numbers has them.
+    // Configurations saved without the paper's numbers get them as defaults.
     let text = r#"{"yarn": {"factor": 4.0, "original_max_position_embeddings": 8192, "attention_factor": null}}"#;
     assert_eq!(yarn.rope_scaling, Some(serde_json::from_str(text).unwrap()));
     let without_bias = |more| {

@@ -1,4 +1,4 @@
-//! Longformer's attention against the same in f64, token by token.
+//! Longformer's attention against f64, token by token.
 
 use burn_sparse_transformer::longformer::LongformerInput;
 
@@ -18,7 +18,7 @@ fn longformer(pattern: Pattern, device: &Device) -> LongformerAttention {
     randomise(config.init(device))
 }
 
-/// `x · W + b`, rows of `D_MODEL`.
+/// Computes `x · W + b` for rows of `D_MODEL`.
 fn linear(layer: &Linear, x: &[f64]) -> Vec<f64> {
     let weight = numbers(layer.weight.val());
     let bias = numbers(layer.bias.as_ref().unwrap().val());
@@ -30,7 +30,7 @@ fn linear(layer: &Linear, x: &[f64]) -> Vec<f64> {
     (0..x.len()).map(element).collect()
 }
 
-/// One batch entry, as the paper says it.
+/// Computes one batch entry, as in the paper.
 fn expected(
     longformer: &LongformerAttention,
     x: &[f64],
@@ -132,7 +132,7 @@ fn every_projection_gets_a_gradient_of_its_own() {
         assert!(apart(of(own), of(of_global)) > 1e-4);
         assert!(of(of_global).abs().max().into_scalar::<f32>() > 1e-4);
     }
-    // Every token is seen by somebody.
+    // Every token is seen by some query.
     let of_tokens = x.grad(&grads).unwrap().abs().sum_dim(2);
     assert!(of_tokens.min().into_scalar::<f32>() > 1e-5);
 }

@@ -1,4 +1,4 @@
-//! Attention to what hashes alike.
+//! LSH attention.
 
 use std::num::NonZeroUsize;
 
@@ -14,7 +14,7 @@ fn options(bucket: usize) -> LshOptions {
     LshOptions::new(NonZeroUsize::new(bucket).unwrap())
 }
 
-/// Golden rotations of round `r`, `[4][2]`.
+/// Returns golden rotations of a round, `[4][2]`.
 fn golden_rotation(round: usize) -> Vec<Vec<f64>> {
     let row = |c| (0..2).map(|e| val(6 + round, 0, c, e)).collect();
     (0..4).map(row).collect()
@@ -83,7 +83,7 @@ fn rotations_follow_from_seeds() {
         assert_eq!(of(None), first);
         assert_eq!(of(Some(6)), of(Some(6)));
     }
-    // In training every call has rotations of its own.
+    // In training every call has new rotations.
     let training = Device::flex().autodiff();
     let attention = config.init(&training);
     let x = random([1, 60, 16], &training);
@@ -91,7 +91,7 @@ fn rotations_follow_from_seeds() {
     assert_ne!(of(), of());
 }
 
-/// A zero query has no direction, and its gradient stays finite.
+/// A zero query has no direction, and its gradient is finite.
 #[test]
 fn zeros_are_finite() {
     let device = Device::flex().autodiff();

@@ -1,4 +1,4 @@
-//! The layers against burn-nn's, against a reference and against themselves in pieces.
+//! The layers against burn-nn's, against references and against themselves in pieces.
 
 #[path = "../common/mod.rs"]
 mod common;

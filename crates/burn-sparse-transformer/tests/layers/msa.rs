@@ -1,4 +1,4 @@
-//! MiniMax sparse attention: the layer, what its index branch learns by, and decoding.
+//! MiniMax sparse attention: the layer, the loss of its index branch, and decoding.
 
 use burn_sparse_transformer::msa::MsaHeadsConfig;
 
@@ -6,7 +6,7 @@ use crate::common::*;
 use crate::decoding::assert_layer_decodes;
 use crate::whole_layers::model;
 
-/// Four heads of queries on some of keys; an index of width 6, of which four channels are rotated.
+/// Four query heads; an index of width 6, of which four channels are rotated.
 fn config(keep: usize, kv_heads: usize) -> SparseMultiHeadAttentionConfig {
     let heads = MsaHeadsConfig::new()
         .with_block(8)
@@ -24,7 +24,7 @@ fn layer(keep: usize, kv_heads: usize, device: &Device) -> SparseMultiHeadAttent
     randomise(config(keep, kv_heads).init(device))
 }
 
-/// With room for all blocks it is dense causal attention, as in the stages before the choice; with fewer it is not.
+/// With capacity for all blocks it equals dense causal attention, like in the stages before selection; with fewer it does not.
 #[test]
 fn with_all_blocks_it_is_dense() {
     let device = Device::flex();
@@ -39,7 +39,7 @@ fn with_all_blocks_it_is_dense() {
     assert!(difference > 1e-3, "{difference}");
 }
 
-/// Of groups of four, two and one heads.
+/// With groups of four, two and one heads.
 #[test]
 fn decoding_gives_what_the_whole_gives() {
     let device = Device::flex();

@@ -22,7 +22,7 @@ fn heads(compression: Compression, shared: bool) -> NsaHeadsConfig {
         .with_shared_kv(shared)
 }
 
-/// Four heads of queries on two of keys, values wider than keys, rotated.
+/// Four query heads on two KV heads, with values wider than keys, rotated.
 fn layer(heads: NsaHeadsConfig, device: &Device) -> SparseMultiHeadAttention {
     let config = SparseMultiHeadAttentionConfig::new(24, 4, Pattern::causal())
         .with_n_kv_heads(Some(2))
@@ -42,7 +42,7 @@ fn by_heads(layer: &Linear, x: &Tensor<3>, heads: usize) -> Tensor<4> {
     split_heads(layer.forward(x.clone()), heads)
 }
 
-/// One vector of each block, block by block, with a table of rotations for those that are rotated behind it.
+/// Compresses block by block to one vector each.
 fn compress(x: Tensor<4>, by: Option<&NsaCompressor>) -> Tensor<4> {
     let [batch, heads, seq, width] = x.dims();
     let entries = (seq - BLOCK) / STRIDE + 1;
@@ -63,7 +63,7 @@ fn compress(x: Tensor<4>, by: Option<&NsaCompressor>) -> Tensor<4> {
     Tensor::cat(blocks.collect(), 2)
 }
 
-/// Projections, rotations, compression and gates put together by hand.
+/// A layer equals its projections, rotations, compression and gates combined here.
 #[test]
 fn a_layer_equals_its_parts() {
     let (device, _guard) = seeded(Device::flex(), 1);
@@ -84,7 +84,7 @@ fn a_layer_equals_its_parts() {
         let ck = match compression {
             Compression::Mean => compress(rope.forward(ck), None),
             _ => {
-                // Each as at the last token of its block.
+                // Each rotated to the position of its block's last token.
                 let ck = compress(ck, parts.key_compressor.as_ref());
                 let entries = (0..ck.dims()[2]).map(|entry| {
                     let one = ck.clone().narrow(2, entry, 1);
@@ -125,7 +125,7 @@ fn decoding_gives_what_the_whole_gives() {
 
 const TEXTS: [&str; 2] = ["nsa:8,4,8,4,10", "nsa:8,4,8,4,10,mlp,shared"];
 
-/// Every parameter has a gradient, the same whatever is computed again.
+/// Every parameter has a gradient, which does not depend on recomputation.
 #[cfg(feature = "autodiff")]
 #[test]
 fn all_parameters_learn() {
@@ -139,7 +139,7 @@ fn all_parameters_learn() {
             all_gradients_of(&model, &step.unwrap().1)
         };
         let plain = gradients(Recompute::None);
-        // Keys' biases move all scores of a row alike; but rotated, and normalised, they matter.
+        // Biases of keys shift all scores of a row equally; but after rotation and normalization they have an effect.
         let is_right = plain.values().all(|numbers| largest(numbers) > 1e-9);
         assert!(is_right, "{text}");
         assert!(plain.values().flatten().all(|x| x.is_finite()));
@@ -173,7 +173,7 @@ fn short_sequences_have_a_window_alone() {
     let error = config().with_content(Some(ContentAttention::Nsa(keep)));
     refused! { error.try_init(&device) => "keep must be at least 3, the forced blocks, got 2"; }
     let mha = config().init(&device);
-    // Shorter than a block: nothing is compressed, and nothing is chosen.
+    // Shorter than a block: nothing is compressed, and nothing is selected.
     let short = Tensor::<3>::ones([1, 3, 16], &device);
     assert_eq!(attend(&mha, short).unwrap().dims(), [1, 3, 16]);
 }

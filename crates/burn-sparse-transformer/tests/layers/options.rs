@@ -1,4 +1,4 @@
-//! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
+//! Biases of scores and dropout of weights in `SparseMultiHeadAttention`: against dense Burn operations, and against itself.
 
 use burn_blocksparse::alibi_slopes;
 use burn_blocksparse::layout::TopKOptions;
@@ -15,7 +15,7 @@ fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
     SparseMultiHeadAttentionConfig::new(D_MODEL, HEADS, pattern).with_block_size(8)
 }
 
-/// Of scores: all but dropout.
+/// All options of scores, without dropout.
 fn biased() -> SparseMultiHeadAttentionConfig {
     config(Pattern::causal())
         .with_alibi(true)
@@ -31,7 +31,7 @@ fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     attend(mha, x.clone()).unwrap()
 }
 
-/// Causal attention of `biased` in dense operations, and its weights.
+/// Computes causal attention of `biased` in dense operations; also returns its weights.
 fn dense(mha: &SparseMultiHeadAttention, x: Tensor<3>, bias: Tensor<4>) -> (Tensor<3>, Tensor<4>) {
     let (device, [_, seq, _]) = (x.device(), x.dims());
     let qkv = [&mha.query, &mha.key, &mha.value]
@@ -93,7 +93,7 @@ fn what_is_learned_begins_at_0() {
     zeros(fresh.relative_bias.unwrap().val().flatten(0, 1));
 }
 
-/// Whose queries and keys are alike, so that all keys have the same weight.
+/// Makes a layer with queries of 0, so that all keys have equal weight.
 fn uniform(dropout: f64, device: &Device) -> SparseMultiHeadAttention {
     let mut mha = config(Pattern::dense()).with_dropout(dropout).init(device);
     mha.query.weight = Param::from_tensor(Tensor::zeros([D_MODEL, D_MODEL], device));
@@ -120,7 +120,7 @@ fn weights_are_dropped_while_training_only() {
     let seeded = |seed| context(&mha, input().dropout_seed(seed));
     assert_close(seeded(7), seeded(7), 0.0);
     assert!(differ(&seeded(7), &seeded(8)));
-    // The masks are right on average.
+    // The masks are unbiased on average.
     let mean = (0..400).fold(Tensor::zeros_like(&whole), |sum, seed| sum + seeded(seed)) / 400.0;
     let (error, once) = (apart(mean, whole.clone()), apart(seeded(1), whole));
     assert!(error < 0.25 * once, "{error} of {once}");
@@ -139,7 +139,7 @@ fn every_learned_bias_gets_a_gradient() {
     let table = mha.relative_bias.unwrap().val().grad(&grads).unwrap();
     assert_eq!(table.dims(), [HEADS, 2 * REACH + 1]);
     assert!(largest(table.clone().flatten(0, 1)) > 1e-5);
-    // Nobody looks ahead.
+    // No query sees later keys.
     let ahead = table.narrow(1, REACH + 1, REACH).flatten(0, 1);
     assert_eq!(largest(ahead), 0.0);
     assert!(largest(mha.sinks.unwrap().val().grad(&grads).unwrap()) > 1e-5);

@@ -1,4 +1,4 @@
-//! Packed sequences: of attention the suite's random layers have them against f64.
+//! Packed sequences. The suite's random layers compare their attention with f64.
 
 use crate::common::*;
 
@@ -11,7 +11,7 @@ fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
     randomise(config.init(&Device::flex()))
 }
 
-/// `run` of every sequence of `x` alone.
+/// Applies `run` to every sequence of `x` alone.
 fn one_by_one(
     x: &Tensor<3>,
     cu_seqlens: &[usize],

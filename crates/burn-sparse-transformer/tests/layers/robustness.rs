@@ -1,4 +1,4 @@
-//! Nothing that is passed to the layers makes them panic: they run, or there is an error that says what was expected.
+//! No input makes the layers panic: they run, or return an error that says what was expected.
 
 use burn_sparse_transformer::SparseTransformerEncoderConfig;
 use burn_sparse_transformer::longformer::LongformerInput;
@@ -6,12 +6,12 @@ use proptest::prelude::*;
 
 use crate::common::*;
 
-/// Sizes a person may get wrong: 0, small ones, and those at which arithmetic overflows.
+/// Sizes that users get wrong: 0, small ones, and those at which arithmetic overflows.
 fn size() -> impl Strategy<Value = usize> {
     prop_oneof![12 => 0usize..20, 1 => Just(usize::MAX), 1 => Just(usize::MAX / 2 + 1), 1 => Just(1usize << 40)]
 }
 
-/// Few, or far too many to be allocated by mistake.
+/// Few, or so many that allocating them by mistake would be noticed.
 fn count() -> impl Strategy<Value = usize> {
     prop_oneof![12 => 0usize..5, 1 => Just(usize::MAX)]
 }
@@ -82,7 +82,7 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
 }
 
 fn reach() -> impl Strategy<Value = Option<usize>> {
-    // Tables of millions of distances are in order, but are not to be made here.
+    // Tables of millions of distances are valid, but too large for this test.
     optional(size()).prop_map(|reach| reach.filter(|reach| !(20..1 << 30).contains(reach)))
 }
 
@@ -120,7 +120,7 @@ fn zeros(shape: [usize; 3]) -> Tensor<3> {
     Tensor::zeros(shape, &Device::flex())
 }
 
-/// An error says what was expected.
+/// Asserts that an error says what was expected.
 fn assert_says<T>(result: Result<T, TransformerError>) -> Option<T> {
     match result {
         Ok(value) => Some(value),
@@ -140,7 +140,7 @@ proptest! {
     #[test]
     fn attention_of_any_size(config in attention(), shapes in prop::collection::vec(shape(), 4), lengths in optional(prop::collection::vec(0usize..14, 0..3)), cu_seqlens in prop::collection::vec(0usize..14, 0..4)) {
         let Some(mha) = assert_says(config.try_init(&Device::flex())) else { return Ok(()) };
-        // Wide ones are in order, but are not to be made here.
+        // Wide layers are valid, but too large for this test.
         prop_assume!(config.d_model <= 64 && config.d_key.unwrap_or(0) <= 64);
         let [q, k, v, x] = shapes[..] else { unreachable!() };
         let with_lengths = |input: SparseMhaInput| match &lengths {
@@ -182,7 +182,7 @@ proptest! {
         tokens in (0usize..3, 0usize..20),
         (attention, positions, block_context) in (optional(block_attention()), any::<Option<bool>>(), optional(size())),
     ) {
-        // Layers are made one by one.
+        // Layers are really made.
         let n_layers = n_layers.min(4);
         let [vocab, context, d_model, width, block_size] = sizes[..] else { unreachable!() };
         let factorization = Factorization::Interleaved(patterns.clone());

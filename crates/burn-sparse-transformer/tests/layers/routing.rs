@@ -1,4 +1,4 @@
-//! Attention within clusters.
+//! Routing attention (attention within clusters).
 
 use burn_sparse_transformer::content::{
     RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
@@ -10,7 +10,7 @@ use crate::golden::{
     assert_near, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
 };
 
-/// Heads with these means, `[heads, clusters, dim]`.
+/// Makes heads with these means, `[heads, clusters, dim]`.
 fn heads(config: RoutingHeadsConfig, means: Tensor<3>) -> RoutingHeads {
     let [heads, clusters, dim] = means.dims();
     let config = config.with_clusters(Some(clusters));
@@ -19,7 +19,7 @@ fn heads(config: RoutingHeadsConfig, means: Tensor<3>) -> RoutingHeads {
     routing
 }
 
-/// The golden case: queries, values and heads with the means at positions 0, 5, 10 and 15.
+/// Returns the golden case: heads with the means at positions 0, 5, 10 and 15, queries and values.
 fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
     let [q, v] = [1, 2].map(|of| {
         let flat = vals(of, 16).concat();
@@ -49,7 +49,7 @@ fn golden_on(device: &Device) {
     assert!(out.commitment.is_none());
     let out = numbers(out.context);
     let row = |i: usize| &out[4 * i..4 * i + 4];
-    // Position 5 sees 3 alone, and 6, 9 and 13 are in no cluster.
+    // Position 5 sees only 3, and 6, 9 and 13 are in no cluster.
     assert_near("5", row(5), &[-0.875, 0.25, 1.375, -0.375], 5e-7);
     assert_near("10", row(10), &[0.1635, -0.5409, 0.6623, -0.0421], 5e-5);
     assert_near("15", row(15), &[0.1549, -0.7417, 0.3263, 0.3113], 5e-5);
@@ -67,7 +67,7 @@ fn means_follow_queries_in_training_alone() {
     ] {
         let (mut routing, q, v) = golden(&device, decay);
         let before = numbers(routing.means.val());
-        // A pass of evaluation, of a copy without autodiff.
+        // An evaluation pass of a copy without autodiff.
         let [plain_q, plain_v] = [&q, &v].map(|x| x.clone().without_autodiff());
         let mut plain = routing.valid();
         plain.forward(plain_q, plain_v);
@@ -75,7 +75,7 @@ fn means_follow_queries_in_training_alone() {
         routing.ema_update();
         assert_eq!(numbers(plain.means.val()), before);
         assert_eq!(numbers(routing.means.val()), before);
-        // Two passes, as where blocks are computed again, move them once.
+        // Two passes, like with recomputed blocks, move them once.
         let out = routing.forward(q.clone(), v.clone());
         routing.forward(q.clone(), v.clone());
         assert_eq!(numbers(routing.means.val()), before);
@@ -90,7 +90,7 @@ fn means_follow_queries_in_training_alone() {
     }
 }
 
-/// The tokens of clusters are those of a sort by similarity, in the order of their positions.
+/// The tokens of a cluster are the most similar ones, in the order of their positions.
 #[test]
 fn clusters_are_those_of_a_sort() {
     let device = Device::flex();
@@ -117,7 +117,7 @@ fn clusters_are_those_of_a_sort() {
     }
 }
 
-/// Clusters that are gathered some at a time give what all at once give: here one cluster is more than is gathered together.
+/// Clusters that are gathered in parts give the result of all at once: here even one cluster exceeds the size of a part.
 #[test]
 fn many_clusters_are_gathered_in_parts() {
     const WIDTH: usize = 8_188;
@@ -128,12 +128,12 @@ fn many_clusters_are_gathered_in_parts() {
     let means = tensor(&scattered(7 * 4, 10), [1, 7, 4], &device, DType::F32);
     let routing = heads(RoutingHeadsConfig::new(100), means);
     let forward = |v: Tensor<4>| routing.forward(q.clone(), v).context;
-    // The first eight columns alone, which fit at once.
+    // The first eight columns alone, which fit into one part.
     let columns = |x: Tensor<4>| x.slice_dim(3, 0..8);
     assert_close(columns(forward(v.clone())), forward(columns(v)), 1e-5);
 }
 
-/// Those of attention are compared in the suite.
+/// Gradients of the commitment loss equal finite differences. The suite compares those of attention.
 #[test]
 fn gradients_of_the_commitment_are_those_of_differences() {
     let device = Device::flex().autodiff();
@@ -161,7 +161,7 @@ fn gradients_of_the_commitment_are_those_of_differences() {
     }
 }
 
-/// Tokens in groups far apart: k-means finds them, from whichever tokens it begins with.
+/// K-means finds well separated groups of tokens, from any initial tokens.
 #[test]
 fn means_settle_where_tokens_are() {
     let (device, _guard) = seeded(Device::flex(), 6);
@@ -185,7 +185,7 @@ fn means_settle_where_tokens_are() {
         let found = |group: usize| means.chunks(4).any(|mean| dot(mean, &centre(group)) > 0.99);
         whole += usize::from((0..4).all(found));
     }
-    // Some begin with two tokens of a group, which k-means does not part; chance has 4!/4⁴ = 0.09 begin in all four.
+    // Some begin with two tokens of a group, which k-means does not separate; with probability 4!/4⁴ = 0.09 they begin in all four.
     assert!((1..10).contains(&whole), "{whole}");
     let mut many = RoutingHeadsConfig::new(1).with_clusters(Some(121));
     many.commitment = 0.0;
@@ -234,7 +234,7 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
     assert!(apart(forward(&shifted), forward(&attention)) > 1e-3);
 }
 
-/// One cluster holds everything, so that rounding changes no choice.
+/// One cluster contains everything, so rounding changes no selection.
 #[test]
 fn half_precision_is_near() {
     let (device, _guard) = seeded(Device::flex().autodiff(), 10);
@@ -285,7 +285,7 @@ fn bad_numbers_and_shapes_are_refused() {
     refused! { attention.heads.try_forward(q.clone(), q) => "query must be [batch ≥ 1, heads = 2…"; }
 }
 
-/// Not causal: its keys have a projection of their own, and later tokens are seen.
+/// Without causality, keys have their own projection, and later tokens are seen.
 #[test]
 fn attention_that_is_not_causal_has_keys() {
     let (device, _guard) = seeded(Device::flex(), 8);

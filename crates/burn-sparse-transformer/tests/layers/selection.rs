@@ -1,4 +1,4 @@
-//! Layers that choose their keys by content.
+//! Layers with content-based selection of keys.
 
 use burn_blocksparse::layout::TopKOptions;
 use burn_sparse_select::{ReferenceInputs, top_k_blocks_on_device};
@@ -82,7 +82,7 @@ fn layers_take_turns() {
     }
 }
 
-/// Where every query chooses for itself, tokens can come one by one; the last layers may see everything.
+/// With selection per query, tokens can come one by one; the last layers may see everything.
 #[rstest::rstest]
 #[case("moba:8,2,1")]
 #[case("moba:8,4,1,first=1,local=2")]
@@ -139,7 +139,7 @@ fn what_knows_patterns_alone_is_refused() {
     assert_eq!(forward(&mha, &x).dims(), [2, 16, D_MODEL]);
 }
 
-/// A pattern's blocks are what is chosen from, and its pairs hold in them.
+/// Selection is among a pattern's blocks, and within them the pattern's pairs apply.
 #[test]
 fn patterns_cut_what_is_chosen() {
     let (device, _guard) = seeded(Device::flex(), 6);
@@ -153,7 +153,7 @@ fn patterns_cut_what_is_chosen() {
     ] {
         let mha = randomise(config(pattern.clone()).init(&device));
         let with = |selection: &str| mha.clone().with_selection(Some(text(selection))).unwrap();
-        // Blocks of another size than the pattern's are cut from it, too.
+        // Blocks of another size than the pattern's are restricted by it too.
         for all in ["topk:8,ratio=1", "topk:16,ratio=1"] {
             assert_close(forward(&with(all), &x), forward(&mha, &x), 1e-5);
         }
@@ -167,11 +167,11 @@ fn patterns_cut_what_is_chosen() {
                 let pairs = chosen.iter().zip(whole);
                 assert!(pairs.clone().all(|(&chosen, &whole)| !chosen || whole));
                 let blocks = chosen.chunks(8).filter(|block| block.contains(&true));
-                // The own block is forced, and the first one where the pattern has it.
+                // The own block is forced, and the first one if the pattern has it.
                 assert!(blocks.count() <= 2 && chosen[i], "{pattern}, row {i}");
             }
         }
-        // What is kept is measured as a share of the attention over the pattern.
+        // Recall is relative to the attention over the pattern.
         let everything = mha.selection_quality(input(), &text("topk:8,ratio=1"));
         for head in everything.unwrap() {
             let mut numbers = [head.recall, head.oracle, head.density].into_iter();
@@ -191,7 +191,7 @@ fn patterns_cut_what_is_chosen() {
     }
 }
 
-/// Each batch entry is what it would be alone, and padding is nothing.
+/// Each batch entry gives the result of itself alone, and padding has no effect.
 #[test]
 fn batch_entries_with_padding_choose_alone() {
     let (device, _guard) = seeded(Device::flex().autodiff(), 7);
@@ -234,7 +234,7 @@ fn batch_entries_with_padding_choose_alone() {
             assert_close(part(&got, 0, length), expected.clone(), 1e-5);
             assert_close(part(&gradient, 0, length), by(&alone, &expected), 1e-4);
         }
-        // What stands in the padding is of no account.
+        // The contents of padding have no effect.
         let places = Tensor::<1, Int>::arange(0..45, &device).reshape([1, 45, 1]);
         let ends = Tensor::<1, Int>::from_data(lengths.map(|of| of as i32), &device);
         let is_padding = places
@@ -244,7 +244,7 @@ fn batch_entries_with_padding_choose_alone() {
     }
 }
 
-/// Heads that choose in different ways: what a head gives does not depend on how the others choose.
+/// With different selections per head, a head's output does not depend on the others' selections.
 #[test]
 fn heads_choose_for_themselves() {
     let (device, _guard) = seeded(Device::flex(), 8);
@@ -286,7 +286,7 @@ fn heads_choose_for_themselves() {
     }
 }
 
-/// What is measured of heads is of the choice that each makes, within a pattern, too, and with keys that heads share.
+/// Measurements of heads are of their own selections, also within a pattern, and with shared keys.
 #[test]
 fn heads_are_measured_each_by_its_own_choice() {
     let (device, _guard) = seeded(Device::flex(), 8);
@@ -318,14 +318,14 @@ fn heads_are_measured_each_by_its_own_choice() {
         .unwrap()
         .selection_quality(tokens.clone(), None)
         .unwrap();
-    // The first layer's queries and keys are the same, whatever it attends to.
+    // The first layer's queries and keys do not depend on its attention.
     assert_eq!(own[0], measured[0]);
     assert_ne!(own[1], measured[1]);
     let [all, less] = [layers.len(), layers.len() - 1];
     refused! { model.head_selection_quality(tokens, &layers[1..]) => format!("layers must be {all}, the model's, got {less}"); }
 }
 
-/// Full layers are a model's to count: the model's layers have a selection without them, and a layer alone refuses one with them.
+/// Only a model can count full layers: its layers' selections do not mention them, and a single layer refuses a selection with them.
 #[test]
 fn a_layer_alone_counts_no_full_layers() {
     let device = Device::flex();
@@ -348,7 +348,7 @@ fn a_layer_alone_counts_no_full_layers() {
         }
         let model = small([16, 2], Pattern::causal(), [11, 64, 4])
             .with_selections(Some(vec![text(selection)]));
-        // What the model gives a layer, that layer takes by itself.
+        // A single layer accepts the selection that the model gives it.
         let written = model.block(2).unwrap().selection.unwrap();
         assert!(!selection.ends_with(&written.to_string()));
         assert_eq!(text(&written.to_string()), written);
@@ -357,7 +357,7 @@ fn a_layer_alone_counts_no_full_layers() {
     }
 }
 
-/// The density counts the pairs of patterns and of all methods, of unequal lengths as if each were alone; forced blocks are some of a budget.
+/// The density counts the pairs of patterns and of all methods, with each length counted by itself; forced blocks are part of a budget.
 #[test]
 fn density_counts_pairs() {
     let (device, _guard) = seeded(Device::flex(), 23);
@@ -395,7 +395,7 @@ fn density_counts_pairs() {
                 Some(selection) if selection.estimator().grid().query_rows > 1 => {
                     mha.chosen(alone()).unwrap().unwrap().to_host().unwrap()
                 }
-                // How many blocks a query keeps is no matter of their scores.
+                // The number of blocks that a query keeps does not depend on scores.
                 Some(selection) => {
                     let call = ReferenceInputs {
                         q: &vec![1.0; 4 * length],

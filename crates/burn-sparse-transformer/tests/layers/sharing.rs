@@ -1,4 +1,4 @@
-//! Layers that attend to what an earlier one chose.
+//! Layers that reuse an earlier layer's selection.
 
 use burn_sparse_select::ReferenceInputs;
 use burn_sparse_transformer::Selection;
@@ -11,10 +11,10 @@ use crate::decoding::assert_decodes_and_sees_no_future;
 use crate::golden::{dot, numbers};
 
 const SEQ: usize = 45;
-/// Four heads of queries on two of keys, four channels each.
+/// Four query heads on two KV heads, four channels each.
 const HEADS: [usize; 2] = [4, 2];
 
-/// How keys are chosen: a selection, or an indexer that is all heads.
+/// Parses a selection, or an indexer that covers all heads.
 fn read(text: &str) -> (Option<Selection>, Option<ContentAttention>) {
     match text.parse() {
         Ok(content) => (None, Some(content)),
@@ -46,7 +46,7 @@ fn model(text: &str, every: usize, device: &Device) -> SparseTransformer {
     randomise(config(text, Some(every)).init(device))
 }
 
-/// The `most` highest scores, ties go to the earlier.
+/// Returns the indices of the `most` highest scores; ties go to the earlier.
 fn highest(scores: &[f64], most: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
@@ -54,7 +54,7 @@ fn highest(scores: &[f64], most: usize) -> Vec<usize> {
     order
 }
 
-/// Which keys each query of each head sees of one sequence, by loops in f64: `[heads][queries][keys]`.
+/// Returns the keys that each query of each head sees, for one sequence, by f64 loops: `[heads][queries][keys]`.
 fn chosen_in_loops(giver: &SparseMultiHeadAttention, x: &Tensor<3>) -> Vec<Vec<Vec<bool>>> {
     let at = Positions::From(0);
     let of_keys = |keys: &dyn Fn(usize, usize) -> Vec<usize>| -> Vec<Vec<Vec<bool>>> {
@@ -115,7 +115,7 @@ fn chosen_in_loops(giver: &SparseMultiHeadAttention, x: &Tensor<3>) -> Vec<Vec<V
     (0..HEADS[0]).map(|head| layout.to_dense(head)).collect()
 }
 
-/// Softmax attention of a layer's heads over some keys of one sequence, in dense operations on numbers of a dtype.
+/// Computes softmax attention of a layer's heads over some keys of one sequence, in dense operations.
 fn attend_to(
     layer: &SparseMultiHeadAttention,
     x: &Tensor<3>,
@@ -137,7 +137,7 @@ const TEXTS: [&str; 5] = [
     "msa:8,2,8",
 ];
 
-/// The choice that a layer makes of tokens.
+/// Returns a layer's selection for tokens.
 fn choice_of(giver: &SparseMultiHeadAttention, x: &Tensor<3>) -> SharedChoice {
     let output = giver.forward(SparseMhaInput::self_attn(x.clone()));
     output.choice.expect("the layer gives its choice")
@@ -148,7 +148,7 @@ fn taking(taker: &SparseMultiHeadAttention, x: &Tensor<3>, choice: &SharedChoice
     taker.forward(input).context
 }
 
-/// A layer attends to the keys that another one chose, as loops do in f64; one that gives its choice attends to it itself.
+/// A layer attends to the keys that another one selected, like f64 loops; the giving layer attends to its own selection.
 #[test]
 fn layers_attend_to_the_choice_of_another() {
     let (device, _guard) = seeded(Device::flex(), 61);
@@ -174,7 +174,7 @@ fn layers_attend_to_the_choice_of_another() {
     }
 }
 
-/// Layers 1 and 3 of four attend to what layers 0 and 2 chose.
+/// Layers 1 and 3 of four reuse the selections of layers 0 and 2.
 #[rstest]
 fn one_layer_in_two_chooses(#[values(0, 1, 2, 3, 4)] of: usize) {
     let (device, text) = (Device::flex(), TEXTS[of]);
@@ -210,7 +210,7 @@ fn one_layer_in_two_chooses(#[values(0, 1, 2, 3, 4)] of: usize) {
     assert!(apart(got, run([0, 0, 2, 0])) > 1e-3, "{text}");
 }
 
-/// Groups begin with the first layer that chooses, and end with the last one.
+/// Groups begin with the first selecting layer, and end with the last one.
 #[test]
 fn layers_without_a_choice_are_left_out() {
     let device = Device::flex();
@@ -237,7 +237,7 @@ fn layers_without_a_choice_are_left_out() {
     ] {
         assert_eq!(of(text, every, full_last), expected, "{text}, {every}");
     }
-    // A selection that is set behind that is each layer's own.
+    // A selection set afterwards is each layer's own.
     let model = config("moba:8,2", Some(2)).init(&device);
     let topk = "topk:8,3".parse().unwrap();
     assert!(shares_nothing(&model.with_selections(&[topk], 0).unwrap()));
@@ -248,7 +248,7 @@ fn shares_nothing(model: &SparseTransformer) -> bool {
     layers.all(|block| block.mha.choice_sharing().is_none())
 }
 
-/// Every layer chooses for itself, with the same bits as without the number; configurations without it are read.
+/// With `share_every` 1 every layer selects for itself, with equal bits as without it; configurations without it load.
 #[test]
 fn one_shares_nothing() {
     let device = Device::flex();
@@ -286,7 +286,7 @@ fn models_decode_and_do_not_look_ahead() {
     refused! { whole.try_forward_cache(tokens, &mut cache) => "selection must be prefix stable…"; }
 }
 
-/// Before the choice all layers are dense, and what a layer takes is measured with the layer that chose it.
+/// Before the selection stage all layers are dense; the quality of a reused selection is measured with the layer that made it.
 #[test]
 fn stages_and_measures_know_of_it() {
     let (device, _guard) = seeded(Device::flex(), 65);
@@ -324,7 +324,7 @@ fn stages_and_measures_know_of_it() {
     assert!(taker.attention_density(input()).unwrap() < 0.9);
 }
 
-/// Padding is cut from the choice, so each entry is what it would be alone.
+/// Padding restricts the selection, so each entry gives the result of itself alone.
 #[test]
 fn padding_is_cut_once() {
     let (device, _guard) = seeded(Device::flex(), 66);
@@ -390,7 +390,7 @@ mod training {
 
     use super::*;
 
-    /// Gradients are those of attention in Burn's operations over the same keys, and none reach the layer that chose.
+    /// Gradients equal those of attention over the same keys in Burn's operations, and none reach the selecting layer.
     #[test]
     fn gradients_are_those_of_attention_to_the_same_keys() {
         let (device, _guard) = seeded(Device::flex().autodiff(), 67);
@@ -422,7 +422,7 @@ mod training {
         }
     }
 
-    /// Whatever is computed again, a layer takes what the forward pass chose.
+    /// With any recomputation, a layer reuses the selection of the forward pass.
     #[rstest]
     fn recomputed_layers_take_the_same_choice(
         #[values(0, 1, 3, 4)] of: usize,
@@ -442,7 +442,7 @@ mod training {
             (of(losses.loss), losses.aux_loss.map(of), found)
         };
         let (loss, aux_loss, plain) = step("none");
-        // The layers that chose have one each.
+        // The selecting layers have one loss each.
         assert_eq!(aux_loss.is_some(), read(text).1.is_some());
         let of_indexers = plain.iter().filter(|(path, _)| path.contains(".content."));
         let of_layer = if of == 3 { 5 } else { 4 };

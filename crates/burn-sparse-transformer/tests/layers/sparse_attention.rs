@@ -1,4 +1,4 @@
-//! `SparseAttention`: against Burn's dense attention in f64, in pieces, and what its clones share.
+//! `SparseAttention`: against Burn's dense attention in f64, in pieces, and shared state of its clones.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn normal(batch: usize, heads: usize, seq: usize, device: &Device) -> Tensor<4> 
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), (device, DType::F64))
 }
 
-/// Dense attention under the pattern's mask.
+/// Computes dense attention under the pattern's mask.
 fn dense(
     pattern: &Pattern,
     qkv: [Tensor<4>; 3],
@@ -75,7 +75,7 @@ fn equals_dense_attention(
     assert_f64(got, dense(&pattern, [q, k, v], scale, softcap));
 }
 
-/// A prompt, a chunk of one and then single tokens see what they see in the whole sequence.
+/// A prompt, a chunk of one and then single tokens see the same as in the whole sequence.
 #[rstest]
 fn a_growing_cache_equals_the_whole(
     #[values(
@@ -126,7 +126,7 @@ fn alibi_and_sinks_are_those_of_the_call() {
     let expected = plain.forward_with(q.clone(), k.clone(), v.clone(), tensors);
     assert_f64(attention.forward(q.clone(), k.clone(), v.clone()), expected);
 
-    // A sink takes its share of each row, and the value 0.
+    // A sink takes its share of each row, with value 0.
     let sinks = Tensor::<1>::zeros([HEADS], shape);
     let layout = plain.layout(HEADS, 20, 20).unwrap();
     let call = burn_blocksparse::SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout);
@@ -137,13 +137,13 @@ fn alibi_and_sinks_are_those_of_the_call() {
     assert_f64(got, out * share.unsqueeze_dim(3));
 }
 
-/// Layouts are built once for all clones, whatever the heads, and no more are kept than may be.
+/// Layouts are built once for all clones, and the cache is bounded.
 #[test]
 fn clones_share_layouts() {
     let built = Arc::new(AtomicUsize::new(0));
     let seen = Arc::clone(&built);
     let pattern = Pattern::from_fn("counted", move |_, i, j| {
-        // The first pair of each head of each layout.
+        // Counts the first pair of each head of each layout.
         seen.fetch_add(usize::from((i, j) == (0, 0)), Ordering::Relaxed);
         j <= i
     });
@@ -161,7 +161,7 @@ fn clones_share_layouts() {
     assert!(!forward(&clone, 2, 16));
     assert!(forward(&clone, 3, 16), "other heads, another layout");
     assert!(!forward(&attention, 3, 16));
-    // The module that an evaluation is done with.
+    // The module for evaluation shares them too.
     assert!(!forward(&attention.clone().train().valid(), 2, 16));
     for seq in 17..25 {
         assert!(forward(&clone, 2, seq));
@@ -184,7 +184,7 @@ fn forward_panics_with_the_text_of_the_error() {
     let attention = config("local:4 / causal".parse().unwrap()).init(&device);
     let of = |heads, seq| normal(2, heads, seq, &device);
     for [q, k, v] in [
-        // Heads, of the two patterns and of the keys.
+        // Heads that match neither the pattern nor the keys.
         [of(3, 16), of(3, 16), of(3, 16)],
         [of(4, 16), of(3, 16), of(3, 16)],
         [of(4, 16), of(4, 16), of(4, 12)],
@@ -217,7 +217,7 @@ fn init_panics_with_the_text_of_the_error(
     assert_panics(&error, || drop(config.init(&device)));
 }
 
-/// As burn-nn's modules: with autodiff, unless the module is frozen for evaluation; each call has a mask of its own.
+/// Like burn-nn's modules: drops on autodiff devices, unless the module is frozen for evaluation; each call has a new mask.
 #[test]
 fn drops_weights_while_training() {
     let device = Device::flex();

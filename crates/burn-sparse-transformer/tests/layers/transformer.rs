@@ -1,4 +1,4 @@
-//! The model's forward pass: residual form, causality, decoding, and what it refuses.
+//! The model's forward pass: residual form, causality, decoding, and errors.
 
 use crate::common::*;
 use crate::decoding::assert_decodes_and_sees_no_future;
@@ -70,7 +70,7 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
     assert!((loss - nats / targets.len() as f64).abs() < 1e-5);
 }
 
-/// One token at a time and several, back and forth.
+/// One token at a time and several, with rollbacks.
 #[test]
 fn models_decode_and_see_no_future() {
     let tokens = tokens(2, CONTEXT, VOCAB, &Device::flex());

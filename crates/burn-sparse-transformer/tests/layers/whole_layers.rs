@@ -1,9 +1,9 @@
-//! Choices by content that are all heads of a layer: what `nsa`, `dsa` and `msa` have in common.
+//! Content-based attention that covers all heads of a layer: common properties of `nsa`, `dsa` and `msa`.
 
 use crate::common::*;
 use crate::decoding::assert_decodes_and_sees_no_future;
 
-/// Two layers of four heads of queries on two of keys, rotated, for up to `context` tokens.
+/// Makes the configuration of two layers of four query heads on two KV heads, rotated, for up to `context` tokens.
 pub fn config(text: &str, context: usize) -> SparseTransformerConfig {
     let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
     small([16, 4], Pattern::causal(), [11, context, 2])
@@ -16,7 +16,7 @@ pub fn model(text: &str, context: usize, device: &Device) -> SparseTransformer {
     randomise(config(text, context).init(device))
 }
 
-/// Of which heads are normalised.
+/// Makes a model with normalized heads.
 pub fn normed(text: &str, device: &Device) -> SparseTransformer {
     let mut config = config(text, 40);
     let attention = config.attention.take().unwrap();
@@ -98,7 +98,7 @@ mod training {
 
     use super::*;
 
-    /// That what chooses in a layer learns by its own loss alone, in both stages, and nothing else learns by that.
+    /// Checks that the selecting part of a layer learns only from its own loss, in both stages, and that nothing else learns from it.
     pub fn assert_own_losses(layer: &SparseMultiHeadAttention, seq: usize, device: &Device) {
         let found = |gradients: Gradients| {
             let found = GradientsParams::from_grads(gradients, &layer.content);
@@ -128,7 +128,8 @@ mod training {
         }
     }
 
-    /// The indexers' own loss falls by a warm-up that changes nothing else, then both fall; in f32 and bf16, of the index, too, and recomputed with the same bits.
+    /// The indexers' loss falls in a warm-up that changes nothing else, then both losses fall; in f32 and bf16, including a bf16 index, and with
+    /// equal bits under recomputation.
     #[test]
     fn models_learn_in_stages() {
         let device = Device::flex().autodiff();

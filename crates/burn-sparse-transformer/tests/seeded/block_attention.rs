@@ -1,4 +1,4 @@
-//! What the attention of blocks and models can have beside the paper's: decoding, records and gradients with each of it.
+//! Options of the attention of blocks and models beyond the paper's: decoding, records and gradients with each.
 
 use burn::store::ModuleRecord;
 
@@ -9,7 +9,7 @@ const CONTEXT: usize = 40;
 const HEADS: usize = 4;
 const REACH: usize = 5;
 
-/// Each option by itself, and all of them.
+/// Each option alone, and all of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum With {
     Scale,
@@ -33,7 +33,7 @@ impl With {
             .with_rope_theta(has(Self::Rope).then_some(100.0))
     }
 
-    /// Numbers of a block that it adds.
+    /// Returns the number of parameters that it adds to a block.
     fn params(self) -> usize {
         let has = |one| self == one || self == Self::All;
         let bias = HEADS * (2 * REACH + 1);
@@ -82,7 +82,7 @@ fn each_is_there_and_decodes_and_is_recorded(
     let model = randomise(model);
     let x = tokens(2, 33, VOCAB, &device);
     let whole = logits(&model, &x);
-    // The same weights without it give something else.
+    // The same weights without the option give another result.
     let bytes = model.clone().into_record().into_bytes().unwrap();
     let record = || ModuleRecord::from_bytes(bytes.clone()).unwrap();
     let without = plain.load_record(record().allow_unused(true));
@@ -111,7 +111,7 @@ fn every_block_has_what_was_asked_for() {
         assert_eq!(mha.relative_bias.as_ref().unwrap().dims(), expected);
         assert_eq!(mha.sinks.as_ref().unwrap().dims(), [HEADS]);
         assert!(matches!(mha.query_norm, Some(HeadNorm::Rms(_))));
-        // Burn's table has a row for each position and a column for each channel.
+        // Burn's table has a row per position and a column per channel.
         let rope = mha.rope.as_ref().unwrap();
         assert_eq!(rope.freq_complex.dims(), [CONTEXT, 4, 2]);
     }
@@ -119,7 +119,7 @@ fn every_block_has_what_was_asked_for() {
     assert!(bare.init(&device).position_embedding.is_none());
 }
 
-/// With nothing else to tell them apart, tokens in another order give another result only by the positions.
+/// Without position embeddings, only rotations make the result depend on the order of tokens.
 #[test]
 fn rotations_alone_tell_positions() {
     let (device, _guard) = seeded(Device::flex(), 2);
@@ -193,7 +193,7 @@ mod gradients {
     use super::*;
     use crate::common::{all_gradients_of, largest};
 
-    /// Largest difference of two gradients, and the largest gradient, of all parameters; none may lack one.
+    /// Returns the largest difference of two gradients and the largest gradient, over all parameters, all of which must have one.
     fn compare(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> [f32; 2] {
         let [a, b] = [a, b].map(|of| all_gradients_of(model, of));
         let pairs = a.values().flatten().zip(b.values().flatten());
@@ -201,7 +201,7 @@ mod gradients {
         [largest(&apart), largest(a.values().flatten())]
     }
 
-    /// Where a position's gradient is made by a product with one-hot rows.
+    /// Here products with one-hot rows compute the gradient with respect to embeddings.
     #[test]
     fn many_tokens_without_position_embeddings() {
         let (device, _guard) = seeded(Device::flex().autodiff(), 4);

@@ -25,7 +25,7 @@ fn model(dropout: f64, device: &Device) -> SparseTransformer {
     randomise(config(dropout).init(device))
 }
 
-/// Tokens and targets; ids need no autodiff device.
+/// Returns tokens and targets; ids need no autodiff device.
 fn data() -> (Tensor<2, Int>, Tensor<2, Int>) {
     let x = tokens(2, SEQ, VOCAB, &Device::flex());
     (x.clone(), x.flip([1]))
@@ -39,7 +39,7 @@ fn device(checkpointing: bool) -> Device {
     }
 }
 
-/// The loss of a step and the gradients of all parameters.
+/// Returns the loss of a step and the gradients of all parameters.
 fn step(
     model: &SparseTransformer,
     (x, y): (Tensor<2, Int>, Tensor<2, Int>),
@@ -51,9 +51,8 @@ fn step(
     (loss.into_scalar(), gradients_of(model, &gradients))
 }
 
-/// Largest difference of two gradients of one parameter, relative to its largest element. Every
-/// parameter must have both, and neither may be 0, but for the key projection's bias: it moves all
-/// scores of a query alike, which the softmax does not see.
+/// Returns the largest difference of two gradients of a parameter, relative to its largest element. Every parameter must have both, and neither may
+/// be 0, except for the key projection's bias, which shifts all scores of a query equally, without effect on the softmax.
 fn difference(a: &Gradients, b: &Gradients) -> f32 {
     assert_eq!([a.len(), b.len()], [3 + 3 * 16 + 3; 2]);
     let mut worst = 0f32;
@@ -70,7 +69,7 @@ fn difference(a: &Gradients, b: &Gradients) -> f32 {
     worst
 }
 
-/// The mean of several gradients of each parameter.
+/// Returns the mean of several gradients of each parameter.
 fn mean(parts: &[Gradients]) -> Gradients {
     let mut mean = parts[0].clone();
     for (path, numbers) in &mut mean {
@@ -82,7 +81,7 @@ fn mean(parts: &[Gradients]) -> Gradients {
     mean
 }
 
-/// Of the mean over all entries of a batch, dropout included: each part drops what the batch drops there.
+/// Gradients of the mean over a batch are sums over its parts, including dropout: each part drops the same elements as in the whole batch.
 #[test]
 fn parts_of_a_batch_add_up_to_it() {
     let (device, _guard) = seeded(device(false), 1);
@@ -92,7 +91,7 @@ fn parts_of_a_batch_add_up_to_it() {
     for mode in ["none", "mlp", "segment:2", "block+attention"] {
         let mode: Recompute = mode.parse().unwrap();
         let (loss, whole) = step(&model, (x.clone(), y.clone()), 99, mode);
-        // Where the last two entries are said to begin.
+        // Claimed first entry of the last part.
         for (third, is_whole) in [(4, true), (0, false)] {
             let mut losses = 0.0;
             let parts = [(0, 0), (2, 2), (4, third)].map(|(first, says)| {
@@ -112,7 +111,7 @@ fn parts_of_a_batch_add_up_to_it() {
     }
 }
 
-/// Three blocks: 2 does not divide them, 3 and 50 make one segment. The gradients of all parameters, with and without those of the embeddings.
+/// Three blocks: 2 does not divide them, 3 and 50 make one segment. Gradients of all parameters, with and without those of the embeddings.
 #[rstest]
 fn every_mode_gives_the_same_bits(
     #[values(0.0, 0.3)] dropout: f64,
@@ -145,7 +144,7 @@ fn every_mode_gives_the_same_bits(
     assert!(run(Recompute::None) == run(mode.parse().unwrap()));
 }
 
-/// What a model's attention may have besides a pattern.
+/// Options of a model's attention besides a pattern.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Sinks,
@@ -156,8 +155,8 @@ enum Kind {
     StoredWeights,
 }
 
-/// Five blocks of grouped heads, whose queries and keys are half as wide as the stream: segments of 2 leave a last one of 1, segments of 3
-/// one of 2.
+/// Makes a model of five blocks of grouped heads, whose queries and keys are half as wide as the stream: segments of 2 leave a last one of 1,
+/// segments of 3 one of 2.
 fn model_of(kind: Kind, dropout: f64, device: &Device) -> SparseTransformer {
     let has = |one| kind == one || kind == Kind::All;
     let attention = BlockAttentionConfig::new()
@@ -183,7 +182,7 @@ fn model_of(kind: Kind, dropout: f64, device: &Device) -> SparseTransformer {
     randomise(config.init(device))
 }
 
-/// The attention's results are kept, whatever it has; where they cannot be, it is computed again.
+/// Saved attention residuals give equal bits with any options; if they cannot be saved, attention is recomputed.
 #[rstest]
 fn kept_attention_gives_the_same_bits(
     #[values(
@@ -212,7 +211,7 @@ fn kept_attention_gives_the_same_bits(
     }
 }
 
-/// Those of the loss and of every parameter's gradient.
+/// Returns the bits of the loss and of every parameter's gradient.
 fn bits(model: &SparseTransformer, recompute: Recompute) -> (u32, Vec<Vec<u32>>) {
     let (loss, gradients) = step(model, data(), 99, recompute);
     let bits = |numbers: Vec<f32>| numbers.into_iter().map(f32::to_bits).collect();
@@ -232,7 +231,7 @@ fn without_dropout_they_are_the_gradients_of_the_loss() {
     assert!(difference(&gradients_of(&model, &expected), &got) < 1e-5);
 }
 
-/// Sums over thousands of rows, and embeddings that are looked up often, are computed in other ways.
+/// Sums over thousands of rows, and frequent embeddings, use other algorithms.
 #[rstest]
 fn many_windows_give_the_mean_of_single_ones(#[values(false, true)] recompute: bool) {
     const WINDOWS: usize = 64;
@@ -294,7 +293,7 @@ fn gradients_are_the_slope_of_the_loss() {
     assert!(is_near, "{measured}, expected {slope}");
 }
 
-/// That of attention weights, of branches, and of both.
+/// Dropout of attention weights, of branches, and of both.
 #[rstest]
 fn dropout_depends_on_its_seed_alone(
     #[values([0.0, 0.3], [0.4, 0.0], [0.4, 0.3])] drops: [f64; 2],
@@ -311,8 +310,8 @@ fn dropout_depends_on_its_seed_alone(
     assert!(difference(&first, &other) > 1e-2);
 }
 
-/// With W_p = W_2 = 0 a block adds masked biases to the residual stream, whose gradient therefore passes
-/// all blocks unchanged: the biases of two layers have equal gradients exactly if their masks are equal.
+/// With W_p = W_2 = 0 a block adds masked biases to the residual stream, so its gradient passes all blocks unchanged: the biases of two layers have
+/// equal gradients exactly if their masks are equal.
 #[rstest]
 fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
     let (device, _guard) = seeded(device(false), 6);
@@ -352,7 +351,7 @@ fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
 ) {
     let (device, _guard) = seeded(device(false), 7);
     let mut model = config(0.3).init(&device);
-    // The output matrix starts at 0, which would hide the blocks.
+    // The output matrix is initialized to 0, which would hide the blocks.
     model.output = LinearConfig::new(16, VOCAB).with_bias(false).init(&device);
     let loss = |recompute| step(&model, data(), 3, recompute).0;
     let (first, second) = (loss(recompute_first), loss(!recompute_first));
@@ -396,7 +395,7 @@ fn a_plain_device_is_refused() {
     refused! { model.loss_and_gradients(x, y, 0, true).map(drop) => "the model's device must be an autodiff device, got …"; }
 }
 
-/// With `dropout` of the attention weights and `branches` of the residual branches.
+/// Makes a model with `dropout` of the attention weights and `branches` of the residual branches.
 fn dropping_weights(dropout: f64, branches: f64, device: &Device) -> SparseTransformer {
     let mut model = model(branches, device);
     for block in &mut model.blocks {
@@ -405,7 +404,7 @@ fn dropping_weights(dropout: f64, branches: f64, device: &Device) -> SparseTrans
     model
 }
 
-/// Weights are dropped in both runs of a block: one whose first run drops nothing would give the undropped loss.
+/// Weights are dropped in both runs of a block: without dropout in the first run, the loss would be the undropped one.
 #[rstest]
 fn dropped_weights_change_the_loss_unless_frozen(#[values(false, true)] recompute: bool) {
     let (device, _guard) = seeded(device(false), 14);

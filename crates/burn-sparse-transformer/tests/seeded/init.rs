@@ -1,4 +1,4 @@
-//! The paper's initialisation: spread, zeros, and the number of parameters.
+//! The paper's initialization: standard deviations, zeros, and the number of parameters.
 
 use burn_sparse_transformer::SparseTransformerBlock;
 
@@ -17,7 +17,7 @@ fn model(config: impl Fn(SparseTransformerConfig) -> SparseTransformerConfig) ->
     config(new).init(&Device::flex())
 }
 
-/// Mean within five standard errors of 0, standard deviation within five of `std`.
+/// Asserts a mean within five standard errors of 0, and a standard deviation within five of `std`.
 #[track_caller]
 fn assert_normal(tensor: Tensor<2>, std: f64) {
     let values = tensor.into_data().try_to_vec::<f32>().unwrap();

@@ -1,5 +1,5 @@
-//! Tests that depend on the numbers that are drawn. All of them hold [`common::seed`]'s guard while they draw, so they are in
-//! a process of their own: those of `layers` draw from the same generator without it.
+//! Tests that depend on random numbers. All hold the guard of [`common::seed`] while they draw. They have their own process, because the tests of
+//! `layers` use the generator without the guard.
 
 #[path = "../common/mod.rs"]
 mod common;

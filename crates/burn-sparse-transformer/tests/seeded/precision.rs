@@ -1,4 +1,4 @@
-//! Mixed precision: bf16 follows f32, and nothing that is kept is bf16.
+//! Mixed precision: bf16 is close to f32, and no stored tensor is bf16.
 #![cfg(feature = "autodiff")]
 
 use burn::module::ModuleVisitor;
@@ -8,7 +8,7 @@ use crate::common::*;
 
 const VOCAB: usize = 7;
 const SEQ: usize = 21;
-/// Half a unit in the last place of bf16's eight bits.
+/// Unit roundoff of bf16 with its eight bits of precision.
 const ROUNDING: f64 = 1.0 / 256.0;
 
 fn config(precision: Precision) -> SparseTransformerConfig {
@@ -20,7 +20,7 @@ fn config(precision: Precision) -> SparseTransformerConfig {
         .with_precision(precision)
 }
 
-/// One model in both precisions.
+/// Returns one model in both precisions.
 fn models(device: &Device) -> [SparseTransformer; 2] {
     let model = randomise(config(Precision::F32).init(device));
     let record = model.clone().into_record();
@@ -33,7 +33,7 @@ fn data() -> (Tensor<2, Int>, Tensor<2, Int>) {
     (x.clone(), x.flip([1]))
 }
 
-/// ‖a − b‖ / ‖b‖ over all parameters' gradients, which must be f32.
+/// Returns ‖a − b‖ / ‖b‖ over all parameters' gradients, which must be f32.
 fn distance(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams) -> f64 {
     struct Distance<'a>([&'a GradientsParams; 2], [f64; 2]);
     impl ModuleVisitor for Distance<'_> {
@@ -67,7 +67,7 @@ fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
     assert!(is_right, "gradients {distance} apart: rounded, but not far");
 }
 
-/// Where there are no tensor cores, to the last bit.
+/// Without tensor cores, equal to the last bit.
 #[rstest]
 fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
     let (device, _guard) = seeded(Device::flex().autodiff(), 6);
@@ -83,7 +83,7 @@ fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
     assert_eq!(distance(&f32, &b.1, &a.1), 0.0);
 }
 
-/// Losses of each step.
+/// Returns the loss of each step.
 fn train(mut model: SparseTransformer, optimizer: &mut ModuleOptimizer, steps: usize) -> Vec<f64> {
     (0..steps)
         .map(|_| {
@@ -107,7 +107,7 @@ fn training_follows_that_of_f32_and_its_state_is_f32() {
         assert!((a - b).abs() < 0.05 * f32.0[0], "step {step}: {a} and {b}");
     }
     assert!(bf16.0[29] < 0.5 * bf16.0[0], "{:?}", bf16.0);
-    // Random parameter ids are written with more or fewer digits.
+    // Random parameter ids have more or fewer digits.
     let bytes = bf16.1 as f64 / f32.1 as f64;
     assert!((bytes - 1.0).abs() < 0.02, "bytes of the moments: {bytes}");
 }
@@ -128,7 +128,7 @@ fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
     assert!(error < 4.0 * ROUNDING * size, "{error} of {size}");
 }
 
-/// So that a layer in mixed precision replaces one in f32.
+/// Thus a layer in mixed precision can replace one in f32.
 #[test]
 fn a_layer_returns_its_inputs_dtype() {
     let (device, _guard) = seeded(Device::flex(), 5);

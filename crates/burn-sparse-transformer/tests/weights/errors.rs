@@ -1,4 +1,4 @@
-//! Files that do not fit, and that are damaged.
+//! Files that do not match the model, and damaged files.
 
 use burn_sparse_transformer::weights::{Form, KeyMap, WeightsError, WeightsFile, save_safetensors};
 
@@ -6,7 +6,7 @@ use crate::support::*;
 
 #[test]
 fn all_that_does_not_fit_is_named() {
-    // Another vocabulary, another name of the last norm, and a tensor that is no parameter's.
+    // Another vocabulary, another name of the last norm, and a tensor that is not a parameter's.
     let map = KeyMap::pytorch()
         .rule("norm.gamma", "last.weight", Form::Same)
         .ignore("norm.bias");
@@ -39,7 +39,7 @@ fn all_that_does_not_fit_is_named() {
         assert!(message.contains(part), "{message}");
     }
 
-    // A file of another model: all of it is too much, and all of ours is missing.
+    // A file of another model: all of its tensors are unexpected, and all of ours are missing.
     let error = open("gpt2.safetensors").load(&own_model(16), &KeyMap::pytorch());
     let WeightsError::Mismatch {
         missing,
@@ -56,7 +56,7 @@ fn all_that_does_not_fit_is_named() {
 #[test]
 fn tensors_of_another_kind_are_named() {
     let load = |map| open("own.golden.safetensors").load(&own_model(16), &map);
-    // Integers as a table of numbers.
+    // Integers as an embedding table.
     let table = KeyMap::default().rule("token_embedding.weight", "tokens", Form::Same);
     let turned = KeyMap::default().rule("norm.gamma", "logits", Form::Transposed);
     refused! {
@@ -93,7 +93,7 @@ fn files_that_are_none_are_refused() {
     }
 }
 
-/// The format's writer makes files that their owner alone may read.
+/// The format's writer would make files that only their owner may read.
 #[cfg(unix)]
 #[test]
 fn files_have_the_mode_that_the_umask_gives() {
@@ -104,7 +104,7 @@ fn files_have_the_mode_that_the_umask_gives() {
     let model = own_model(16);
     save_safetensors(&model, &file.0, &KeyMap::pytorch(), false).unwrap();
     assert_eq!(mode(&file), mode(&usual));
-    // That of a file which is replaced stays.
+    // A replaced file keeps its mode.
     std::fs::set_permissions(&file.0, std::fs::Permissions::from_mode(0o640)).unwrap();
     save_safetensors(&model, &file.0, &KeyMap::pytorch(), true).unwrap();
     assert_eq!(mode(&file) & 0o777, 0o640);

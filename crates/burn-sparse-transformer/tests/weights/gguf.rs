@@ -1,4 +1,4 @@
-//! llama.cpp's files: types of tensors, models and what is damaged. `tests/data/gguf/make.py` made the golden one.
+//! llama.cpp's files: tensor types, models and damaged files. `tests/data/gguf/make.py` made the golden one.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::gguf_writer::{F32, Q8_0, Writer, interleaved, q8_0};
 use crate::llama::{largest_difference, tiny_llama};
 use crate::support::{Scratch, floats};
 
-/// Types with their numbers, and sizes of their blocks in bytes and elements.
+/// Types with their type ids, and their block sizes in bytes and elements.
 const BLOCKS: [(&str, u32, usize, usize); 8] = [
     ("Q4_0", 2, 18, 32),
     ("Q4_1", 3, 20, 32),
@@ -79,7 +79,7 @@ fn blocks_are_the_numbers_of_the_package_gguf() {
     }
 }
 
-/// Rows of several blocks, one behind the other.
+/// Rows of several consecutive blocks.
 #[test]
 fn blocks_are_what_they_are_alone() {
     let mut random = Random(1);
@@ -100,7 +100,7 @@ fn blocks_are_what_they_are_alone() {
     }
 }
 
-/// Numbers that look random: a linear congruence (Knuth's MMIX).
+/// Pseudorandom numbers: a linear congruential generator (Knuth's MMIX).
 struct Random(u64);
 
 impl Random {
@@ -110,14 +110,14 @@ impl Random {
         (self.0 >> 56) as u8
     }
 
-    /// About from -1 to 1.
+    /// Returns numbers from about −1 to 1.
     fn numbers(&mut self, count: usize) -> Vec<f32> {
         let mut number = |_| (f32::from(self.byte()) - 127.5) / 128.0;
         (0..count).map(&mut number).collect()
     }
 }
 
-/// The sizes of `tests/data/tiny-llama`.
+/// Writes the sizes of `tests/data/tiny-llama`.
 fn sizes(architecture: &str) -> Writer {
     let key = |name: &str| format!("{architecture}.{name}");
     Writer::new(architecture)
@@ -131,7 +131,7 @@ fn sizes(architecture: &str) -> Writer {
         .u32(&key("rope.dimension_count"), 8)
 }
 
-/// Its tensors under the names of llama.cpp, with the rows of queries and keys as that has them.
+/// Writes its tensors under llama.cpp's names, with its row order of queries and keys.
 fn with_tiny_llama(put: impl Fn(Writer, &str, &[usize], &[f32]) -> Writer) -> Writer {
     let mut writer = sizes("llama");
     let file = tiny_llama();
@@ -241,7 +241,7 @@ fn factors_of_frequencies_are_llama_3s_scaling() {
     assert!(difference(&load(&plain, |config| config), &expected) > 1e-2);
 }
 
-/// Random weights of `architecture`, with all that Qwen's have beside Llama's; `rows` orders those of queries and keys.
+/// Writes random weights of `architecture`, with Qwen's biases and norms; `rows` permutes the rows of queries and keys.
 fn random_model(
     architecture: &str,
     (biases, norms): (bool, bool),
@@ -252,7 +252,7 @@ fn random_model(
     let mut add = |name: &str, shape: &[usize], heads: usize| {
         let mut numbers = random.numbers(shape.iter().product());
         if shape.len() == 2 {
-            // Products of a usual size.
+            // Scales products to a usual size.
             numbers.iter_mut().for_each(|x| *x *= 0.3);
         }
         if heads > 0 {
@@ -288,7 +288,7 @@ fn random_model(
     writer.file(&format!("{architecture}-{biases}-{norms}"))
 }
 
-/// Files of Qwen's have halves; the same as neighbours, in a file that says it is Llama's, is the same model.
+/// Qwen's files pair rotated channels by halves; the same weights with adjacent pairs, in a file that claims to be Llama's, give the same model.
 #[test]
 fn halves_become_neighbours() {
     for (architecture, has) in [("qwen2", (true, false)), ("qwen3", (false, true))] {
@@ -376,7 +376,7 @@ fn configurations_are_read() {
     refused! { wrong.try_init(&Device::flex()) => "…rope_scaling.factors must be 4…"; }
 }
 
-/// Why bytes are no file.
+/// Returns the error of opening invalid bytes.
 fn open(bytes: &[u8]) -> Result<(), String> {
     let file = Scratch::new("damaged.gguf");
     fs::write(&file.0, bytes).unwrap();
@@ -442,12 +442,12 @@ fn damaged_files_are_refused() {
     }
 }
 
-/// Any byte of a header may be any other: there is an error or there are tensors, and no panic.
+/// Any changed byte of a header gives an error or tensors, and no panic.
 #[test]
 fn bytes_may_be_wrong() {
     let file = Scratch::new("flipped.gguf");
     let golden = fs::read(golden()).unwrap();
-    // The metadata and the tensors' places.
+    // The metadata and the tensors' offsets.
     for at in 0..1_472 {
         let mut bytes = golden.clone();
         bytes[at] ^= if at % 2 == 0 { 0xff } else { 0x20 };
@@ -461,7 +461,7 @@ fn bytes_may_be_wrong() {
     }
 }
 
-/// What a file lost after it was opened is an error when it is asked for.
+/// Data that a file loses after it was opened is an error when it is read.
 #[test]
 fn tensors_are_read_when_they_are_asked_for() {
     let file = Writer::new("none").numbers("x", &[6], &[0.5; 6]);

@@ -1,4 +1,4 @@
-//! Files of llama.cpp's format, byte by byte.
+//! Writer of llama.cpp's format, byte by byte.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use crate::support::Scratch;
 pub const F32: u32 = 0;
 pub const Q8_0: u32 = 8;
 
-/// What a file is made of.
+/// Contents of a file.
 #[derive(Clone)]
 pub struct Writer {
     pub version: u32,
@@ -35,7 +35,7 @@ impl Writer {
         empty.text("general.architecture", architecture)
     }
 
-    /// A value of a type, by the type's number.
+    /// Adds a value of a type, by its type id.
     pub fn key(mut self, key: &str, kind: u32, value: &[u8]) -> Self {
         self.n_keys += 1;
         put_text(&mut self.keys, key);
@@ -65,7 +65,7 @@ impl Writer {
         self.key(key, 9, &bytes)
     }
 
-    /// A tensor of a shape as PyTorch has it.
+    /// Adds a tensor of a shape in PyTorch's order.
     pub fn tensor(mut self, name: &str, shape: &[usize], kind: u32, bytes: &[u8]) -> Self {
         let start = self.data.len().next_multiple_of(self.alignment);
         self.data.resize(start, 0);
@@ -114,7 +114,7 @@ impl Writer {
     }
 
     pub fn open(&self, name: &str) -> Gguf {
-        // What was read needs no name, where files may be removed that are open.
+        // An open file needs no name where open files may be removed.
         Gguf::open(&self.file(name).0).unwrap()
     }
 }
@@ -124,7 +124,7 @@ fn put_text(bytes: &mut Vec<u8>, text: &str) {
     bytes.extend(text.as_bytes());
 }
 
-/// `[outputs, inputs]` with the rows of each head as llama.cpp has them in files of the architecture llama: halves beside each other.
+/// Permutes `[outputs, inputs]` to the row order of each head in llama.cpp's files of architecture llama: the halves interleaved.
 pub fn interleaved(numbers: &[f32], heads: usize, outputs: usize) -> Vec<f32> {
     let (row, width) = (numbers.len() / outputs, outputs / heads);
     let mut rows = Vec::with_capacity(numbers.len());
@@ -139,7 +139,7 @@ pub fn interleaved(numbers: &[f32], heads: usize, outputs: usize) -> Vec<f32> {
     rows
 }
 
-/// Blocks of 32 signed bytes, each with a scale of half precision that is a power of two; and the numbers that they stand for.
+/// Returns blocks of 32 signed bytes, each with a power-of-two scale in half precision; and the dequantized elements.
 pub fn q8_0(numbers: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let (mut bytes, mut rounded) = (Vec::new(), Vec::new());
     for block in numbers.chunks_exact(32) {
@@ -147,7 +147,7 @@ pub fn q8_0(numbers: &[f32]) -> (Vec<u8>, Vec<f32>) {
             .iter()
             .fold(f32::MIN_POSITIVE, |max, x| max.max(x.abs()));
         let exponent = ((largest / 127.0).log2().ceil() as i32).clamp(-14, 15);
-        // A half's exponent begins at bit 10 and is larger by 15.
+        // The exponent of a half-precision number begins at bit 10, with bias 15.
         bytes.extend((((exponent + 15) as u16) << 10).to_le_bytes());
         for number in block {
             let quantised = (number / 2_f32.powi(exponent)).round() as i8;

@@ -1,4 +1,4 @@
-//! A checkpoint of Hugging Face, in shards, beside the logits of `transformers`' own model in f64 (`tests/data/tiny-llama/make.py`).
+//! A checkpoint of Hugging Face, in shards, against the logits of `transformers`' own model in f64 (`tests/data/tiny-llama/make.py`).
 
 use std::fs;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ fn a_sharded_checkpoint_gives_the_logits_of_transformers() {
     assert!(difference < 1e-4, "{difference}");
 }
 
-/// A map that says of another number of heads which channels turn together shows that the permutation counts.
+/// A key map for another number of heads pairs other channels for rotation, which shows that the permutation matters.
 #[test]
 fn channels_of_a_head_have_to_be_known() {
     let difference = largest_difference(&load(&KeyMap::llama(2, 1, false)));
@@ -74,7 +74,7 @@ fn a_saved_model_has_the_names_of_the_checkpoint() {
     }
 }
 
-/// As Qwen2, Qwen3 and models with tied heads have them.
+/// Options of Qwen2, Qwen3 and models with biases.
 #[rstest]
 #[case(LlamaConfig::new(16, 4).with_qkv_bias(true), "self_attn.k_proj.bias")]
 #[case(LlamaConfig::new(16, 4).with_qk_norm(true).with_head_dim(Some(6)), "self_attn.q_norm.weight")]
@@ -87,7 +87,7 @@ fn checkpoints_of_other_kinds_come_back(#[case] config: LlamaConfig, #[case] par
     let config = config.with_context(32).with_block_size(8);
     let device = Device::flex();
     let mut model = config.init(&device);
-    // Biases and gains that differ, where they would be 0 and 1.
+    // Distinct biases and gains instead of 0 and 1.
     for block in &mut model.layers {
         let attention = &mut block.attention;
         let [q, k] = [&mut attention.query, &mut attention.key];

@@ -1,4 +1,4 @@
-//! Weights of other programs, and what those compute with them: PyTorch's files, GPT-2 and Longformer of `transformers`, and llama.cpp's files.
+//! Weights of other programs, with results of those: PyTorch's files, GPT-2 and Longformer of `transformers`, and llama.cpp's files.
 //! `tests/data/weights/make.py` made the files.
 
 #[macro_use]

@@ -22,7 +22,7 @@ fn gpt2_gives_the_logits_of_transformers() {
     let logits = gpt2(Pattern::causal()).forward(tokens.clone());
     assert_close(&numbers(logits), &expected);
 
-    // A window of six keys: the first six positions are as they were, later ones see less.
+    // A window of six keys: the first six positions are unchanged, later ones see less.
     let local = gpt2(Pattern::local(6)).forward(tokens);
     assert_eq!(local.dims(), [2, 20, 20]);
     let logits = Tensor::<1>::from_floats(&expected[..], &Device::flex()).reshape([2, 20, 20]);
@@ -47,7 +47,7 @@ fn longformer(patterns: [Pattern; 2]) -> LongformerEncoder {
     file.load(&model, &KeyMap::longformer()).unwrap()
 }
 
-/// The output at real positions: the first sequence has 32, the second one 27.
+/// Returns the output at real positions: the first sequence has 32, the second 27.
 fn real(rows: Vec<f32>) -> Vec<f32> {
     let padded = 5 * 8;
     let real = rows.len() - padded;

@@ -21,7 +21,7 @@ fn weights_of_pytorch_give_its_logits() {
     }
 }
 
-/// Tensor by tensor and bit by bit what PyTorch wrote, so that it reads what we write.
+/// Saved weights equal PyTorch's file bit for bit, so PyTorch can read them.
 #[test]
 fn saved_weights_are_the_file_that_pytorch_wrote() {
     let written_by_pytorch = open("own.safetensors");
@@ -53,7 +53,7 @@ fn records_of_burn_are_weights_too() {
     assert!(again == logits(tokens));
 }
 
-/// The blocks that are kept are part of the file, and may be others than the model's that it is loaded into.
+/// The kept blocks are part of the file, and may differ from those of the model that loads it.
 #[test]
 fn block_sparse_weights_bring_their_blocks() {
     let model = |seed| {
@@ -86,7 +86,7 @@ fn block_sparse_weights_bring_their_blocks() {
     assert!(of(&loaded) == of(&saved) && of(&loaded) != of(&other));
 }
 
-/// Parameters of a model that is trained stay leaves with their ids, on its device.
+/// Loaded parameters of a model in training remain leaves with their ids, on its device.
 #[test]
 fn loaded_parameters_are_trained() {
     let model = own_model(16).train();

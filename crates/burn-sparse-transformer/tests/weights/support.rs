@@ -1,4 +1,4 @@
-//! Files of weights, and numbers to compare.
+//! Files of weights, and numerical comparison.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A test that failed before there was a file says so itself.
+        // A test that failed before the file existed has reported that itself.
         std::fs::remove_file(&self.0).ok();
     }
 }
@@ -70,7 +70,7 @@ pub fn numbers<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.try_into_vec_as().unwrap()
 }
 
-/// The numbers differ by no more than 1e-4.
+/// Asserts that numbers differ by no more than 1e-4.
 pub fn assert_close(got: &[f32], expected: &[f32]) {
     assert_eq!(got.len(), expected.len());
     let errors = got.iter().zip(expected).map(|(a, b)| (a - b).abs());
@@ -88,7 +88,7 @@ pub fn assert_close(got: &[f32], expected: &[f32]) {
     assert!(is_right, "too small to compare");
 }
 
-/// What `own.json` says, with another vocabulary.
+/// Makes the model of `own.json`, with another vocabulary.
 pub fn own_model(vocab_size: usize) -> SparseTransformer {
     let patterns = vec![Pattern::local(6), Pattern::fixed(8, 2)];
     SparseTransformerConfig::new(8, 2, Factorization::Merged(patterns))

@@ -1,4 +1,4 @@
-//! What is done with a trained model.
+//! Uses of a trained model.
 
 use std::f64::consts::LN_2;
 use std::fs;
@@ -40,7 +40,7 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     assert!(text.starts_with("abc"), "{text}");
     let expected = succeed(&sample);
     assert_eq!(text, expected, "the same seed writes the same bytes");
-    // Every way of choosing, to the end and up to a text that the model writes.
+    // Every way of sampling, to the end and up to a text that the model writes.
     let plain = format!("sample --checkpoint {run} --length 60");
     let greedy = format!("{plain} --temperature 0");
     let whole = succeed(&greedy);
@@ -61,7 +61,7 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     assert_eq!(fs::read(&file).unwrap().len(), 103);
 }
 
-/// With arguments of any characters.
+/// Runs a command with further arguments that may contain any characters.
 fn run_with(line: &str, more: &[&str]) -> String {
     let output = enwik8().args(words(line)).args(more).output().unwrap();
     assert!(output.status.success(), "{output:?}");
@@ -70,13 +70,13 @@ fn run_with(line: &str, more: &[&str]) -> String {
 
 const PROMPT: &str = "abc def ghi jkl mno";
 
-/// As `sample` prints several texts.
+/// Formats several texts like `sample` prints them.
 fn listed(texts: [&str; 2]) -> String {
     let [first, second] = texts;
     format!("--- 1 ---\n{first}--- 2 ---\n{second}")
 }
 
-/// Several texts at once, each of which is what it is alone, in several ways of keeping keys and writing.
+/// Several texts at once, each equal to the text alone, with several caches and outputs.
 #[test]
 fn several_samples_and_their_cache() {
     let folder = Folder::new();
@@ -126,13 +126,13 @@ fn several_samples_and_their_cache() {
     ];
     says_all(stats, &shown);
 
-    // On CPUs steps run one by one, over the end of the context, too.
+    // On CPUs steps run launch by launch, also beyond the end of the context.
     let [text, stats] = succeed_and_tell(format!("{greedy} --graph --stats"));
     assert_eq!(text, with(""));
     says(stats, "runs steps one by one: ");
     assert_eq!(with("--graph --speculate 6"), text);
 
-    // Drafts over the end of the context, of two texts.
+    // Drafts beyond the end of the context, for two texts.
     let drafts = "--prompt a --batch 2 --speculate 6 --stats --json";
     let file = folder.path("stats.json");
     let [text, stats] = succeed_and_tell(format!("{greedy} {drafts} {file}"));
@@ -160,7 +160,7 @@ fn several_samples_and_their_cache() {
     }
 }
 
-/// Caches that evict, of a model in which every byte sees all earlier ones.
+/// Caches that evict, for a model in which every byte sees all earlier ones.
 #[test]
 fn caches_that_evict_are_sampled_from_and_evaluated() {
     let folder = Folder::new();
@@ -169,18 +169,18 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
     let greedy = format!("sample --checkpoint {path} --length 45 --temperature 0");
     let prompt = format!("--prompt '{PROMPT}'");
     let all = succeed(format!("{greedy} {prompt}"));
-    // With room for all keys nothing is evicted.
+    // With capacity for all keys nothing is evicted.
     for cache in
         words("h2o:20,44 h2o-mean:20,44 tova:64 snapkv:64,8,3 key-norm:64 combined:4,20,40")
     {
         let sample = format!("{greedy} {prompt} --cache {cache}");
         assert_eq!(succeed(&sample), all, "{cache}");
-        // Drafts that are taken back leave nothing behind, where the last six keys are kept.
+        // Rejected drafts leave no trace if the last six keys are always retained.
         if !["tova:64", "key-norm:64"].contains(&cache.as_str()) {
             assert_eq!(succeed(format!("{sample} --speculate 6")), all, "{cache}");
         }
     }
-    // Texts of unequal lengths are what they are alone, evicted or not.
+    // Texts of unequal lengths equal those alone, with and without eviction.
     for flags in [
         "--cache h2o:20,8",
         "--cache h2o:8,4 --slack 2",
@@ -202,7 +202,7 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
         let [text, stats] =
             succeed_and_tell(format!("{greedy} {prompt} {flags} --slack 2 --stats"));
         assert!(text.starts_with(PROMPT));
-        // At most ten of the 32 keys of 16 numbers and their values, of one layer.
+        // At most ten of the 32 keys of 16 elements and their values, in one layer.
         let (_, live) = stats.split_once("of which ").unwrap();
         let live: usize = live.split(' ').next().unwrap().parse().unwrap();
         assert!(live <= 10 * 2 * 16 * 4, "{stats}");
@@ -241,7 +241,7 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
     says(text, "the cache of a window takes");
 }
 
-/// What `docs/training.md` shows: a model from the files that `export` wrote.
+/// The example in `docs/training.md`: loads a model from the files of `export`.
 fn load_exported(folder: &str) -> SparseTransformer {
     let folder = Path::new(folder);
     let config = SparseTransformerConfig::load(folder.join("model.json")).unwrap();
@@ -250,7 +250,7 @@ fn load_exported(folder: &str) -> SparseTransformer {
     model.try_load_record(record).unwrap()
 }
 
-/// Logits of every byte that follows one of `bytes`, `[bytes, 256]`.
+/// Returns the logits after each of `bytes`, `[bytes, 256]`.
 fn logits(model: &SparseTransformer, bytes: &[u8]) -> Vec<f32> {
     let tokens: Vec<i32> = bytes.iter().map(|&byte| i32::from(byte)).collect();
     let tokens = TensorData::new(tokens, [1, bytes.len()]);
@@ -268,7 +268,7 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
     says(text, "best.ckpt: step 30");
     let exported = load_exported(&out);
 
-    // The checkpoint's own record, in a model that is configured here.
+    // The checkpoint's own record, in a model configured here.
     let fixed = Factorization::Merged(vec![Pattern::fixed(8, 2)]);
     let [record, _] = state_of(&Path::new(&run).join("best.ckpt"));
     let trained = SparseTransformerConfig::new(16, 2, fixed)
@@ -283,7 +283,7 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
     let window = &data[100..132];
     assert!(logits(&exported, window) == logits(&trained, window));
 
-    // The last 200 bytes are the test split, which eval cuts into windows of 32 predictions, the last one at its end.
+    // The last 200 bytes are the test split, which eval cuts into windows of 32 predictions; the last window is aligned to its end.
     let test = &data[3_800..];
     let (mut predicted, mut bits) = (0, 0.0);
     while predicted < 199 {
@@ -313,7 +313,7 @@ fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
     succeed(&export);
     says_all(fail(&export, 1), &["model.bpk exists", "--overwrite"]);
     succeed(format!("{export} --overwrite"));
-    // The folder is still that of a run.
+    // The folder remains that of a run.
     folder.resume("run", "--steps 3");
 
     folder.train("tree", "--steps 2 --pattern tree:2&causal");
@@ -323,11 +323,11 @@ fn exports_destroy_nothing_and_say_what_they_cannot_hold() {
     assert!(!folder.exists("out"));
 }
 
-/// Bytes choose pages of a cache, in a model whose layers see every earlier byte.
+/// Page selection in a cache, with a model whose layers see every earlier byte.
 pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     let greedy = "--length 45 --temperature 0 --cache all";
     let sample = format!("sample --checkpoint {checkpoint} --prompt '{PROMPT}' {greedy}");
-    // Three pages are all of the context's; of keys in eight bits, too.
+    // Three pages are the whole context; also with 8-bit keys.
     let quest = "--selection quest:16,48";
     for dtype in ["", "--kv-dtype int8"] {
         let all = succeed(format!("{sample} {dtype}"));

@@ -1,14 +1,14 @@
-//! Choices of keys by content within a pattern, and what a run says of them.
+//! Content-based selection of keys within a pattern, and its reports.
 
 use std::fs;
 
 use crate::support::*;
 
-/// Blocks are chosen from those that the pattern keeps, which training stores and resumes bit for bit, and every command knows.
+/// Blocks are selected among those of the pattern; training stores the selection and resumes bit for bit, and every command knows it.
 #[test]
 fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let folder = Folder::new();
-    // A window of three blocks of 8, of which each row of blocks takes two: the own one and one more.
+    // A window of three blocks of 8, of which each row of blocks selects two: its own and one more.
     let (pattern, choice) = ("--pattern local:16", "--selection topk:8,2,1,0");
     let length = "--steps 12 --lr 0.01";
     let flags = format!("{pattern} {choice} {length} --checkpoint-every 6 --recall-every 4");
@@ -16,7 +16,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let expected = &["attention local(16),", "keys chosen by topk:8,2,1,0"];
     says_all(text, expected);
 
-    // Another model than that of either alone.
+    // The model differs from those with either alone.
     let whole = model_of(&folder.checkpoint("whole", 12));
     for (run, flag) in [("pattern", pattern), ("choice", choice)] {
         folder.train(run, &format!("{length} {flag}"));
@@ -25,7 +25,7 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
 
     let measured = folder.log_of("whole", "selection");
     assert_eq!(measured.len(), 3, "{measured:?}");
-    // Rows of blocks see 1, 2, 3 and 3 blocks, and take 1, 2, 2 and 2.
+    // Rows of blocks see 1, 2, 3 and 3 blocks, and select 1, 2, 2 and 2.
     for row in &measured {
         let density = row["layers"][0]["density"].as_f64().unwrap();
         assert!((density - 7.0 / 9.0).abs() < 1e-9, "{row}");
@@ -41,11 +41,11 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     says_all(folder.text("whole/report.md"), &shown);
     let picture = folder.path("whole/recall.png");
     assert_png(&picture);
-    // Nothing was measured there.
+    // This run measured nothing.
     let report = folder.text("choice/report.md");
     assert!(!report.contains("Choice of keys"), "{report}");
     assert!(!folder.exists("choice/recall.png"));
-    // It is drawn again of the log, and an overwritten run leaves none.
+    // It is redrawn from the log, and an overwritten run has none.
     fs::remove_file(&picture).unwrap();
     let path = folder.path("whole");
     succeed(format!("report --run {path}"));

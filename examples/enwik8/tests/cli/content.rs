@@ -1,4 +1,4 @@
-//! Models whose heads choose by content.
+//! Models with content-based attention.
 
 use serde_json::Value;
 
@@ -17,7 +17,7 @@ fn mean(part: &[f64]) -> f64 {
     part.iter().sum::<f64>() / part.len() as f64
 }
 
-/// A run in one go and one in two parts give the same bytes, means and what follows from seeds included, and bytes are learned.
+/// A run in one go and one in two parts give equal bytes, including means and state that follows from seeds, and the model learns.
 fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
     let folder = Folder::new();
     let flags =
@@ -31,7 +31,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
         .map(|row| row["loss"].as_f64().unwrap())
         .collect();
     let (first, last) = (mean(&losses[..5]), mean(&losses[55..]));
-    // From ln 256 on, and far below the 3.0 that the bytes' frequencies give.
+    // From ln 256 down to far below 3.0, the entropy of the bytes' frequencies.
     assert!(first > 4.5 && last < 2.0, "{first}, {last}");
 
     let has_indexers = ["dsa", "msa"].contains(&&attention[..3]);
@@ -48,7 +48,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
             says(fail(command, 1), &refusal);
         }
     } else {
-        // The same numbers through a pool, and text from it.
+        // A pool gives the same numbers, and generates text.
         let through = bits(&succeed(cached));
         assert!((through - bits(&text)).abs() < 1e-3, "{through}, {text}");
         let written = succeed(&sample);
@@ -61,8 +61,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
     says(fail(other, 1), "--resume continues the run");
 }
 
-/// Their losses are logged from where they begin to learn, and fall; what the model has is that of dense attention until they choose, and does not move while
-/// they learn alone.
+/// Checks that indexer losses are logged from the step at which indexers begin to learn, and fall. The model's loss is that of dense attention until
+/// they select, and is constant while they learn alone.
 fn check_indexers(log: &[Value], has_indexers: bool) {
     let of_indexers: (Vec<u64>, Vec<f64>) = (log.iter())
         .filter_map(|row| Some((row["step"].as_u64()?, row["indexer_loss"].as_f64()?)))
@@ -93,14 +93,14 @@ fn hashes_learn_and_resume_bit_for_bit() {
     learns_and_resumes("lsh:8,2", shown, "none");
 }
 
-/// Two heads of one of keys, so that they choose together.
+/// Two heads on one KV head, so that they select together.
 #[test]
 fn compressed_blocks_learn_and_resume_bit_for_bit() {
     let shown = "keys of all heads chosen by nsa:8,4,16,3,16,mlp";
     learns_and_resumes("nsa:8,4,16,3,16,mlp", shown, "block --kv-heads 1");
 }
 
-/// Dense attention, the indexers alone, which is where the run is resumed, and the choice.
+/// Dense attention, then the indexers alone, where the run is resumed, then selection.
 fn indexers_learn_and_resume(attention: &str) {
     let shown =
         "dense attention for 26 steps, indexers alone learn for 10, and choose from step 36 on";
@@ -118,7 +118,7 @@ fn index_branches_learn_and_resume_bit_for_bit() {
     indexers_learn_and_resume("msa:16,3,16");
 }
 
-/// One layer chooses for both, also through a pool.
+/// One layer selects for two, also through a pool.
 #[test]
 fn layers_share_a_choice() {
     let length = "--share-every 2 --steps 20 --checkpoint-every 10 --recompute block";
@@ -136,7 +136,7 @@ fn layers_share_a_choice() {
     succeed(format!("sample --checkpoint {path} --length 50"));
 }
 
-/// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
+/// A run begins with the weights of a dense model, and has its loss while the indexers learn.
 #[test]
 fn indexers_are_added_to_a_dense_model() {
     let folder = Folder::new();
@@ -151,7 +151,7 @@ fn indexers_are_added_to_a_dense_model() {
     assert!((measured(&run) - measured(&dense)).abs() < 1e-3);
     let text = folder.resume("run", "");
     says(text, "step 3/6  from here on layers attend to the keys");
-    // Of another kind of attention nothing may be missing.
+    // With another kind of attention no weight may be missing.
     let other = folder.path("other");
     let other = format!("{import} --run {other} --attention nsa:8,4,16,3,16");
     says(fail(other, 1), "content.nsa");

@@ -1,10 +1,10 @@
-//! Runs on several devices: replicas on the CPU, which add what several GPUs do.
+//! Runs on several devices: replicas on the CPU, which sum like several GPUs do.
 
 use std::fs;
 
 use crate::support::*;
 
-/// Loss and norm of each training step, and every other loss, in order.
+/// Returns loss and norm of each training step, and every other loss, in order.
 pub fn numbers(folder: &Folder, run: &str) -> Vec<[f64; 2]> {
     let number = |row: &serde_json::Value, name: &str| row[name].as_f64().unwrap_or_default();
     (folder.log(run).iter())
@@ -12,7 +12,7 @@ pub fn numbers(folder: &Folder, run: &str) -> Vec<[f64; 2]> {
         .collect()
 }
 
-/// That the largest relative difference of two runs' numbers is below a bound; that difference.
+/// Checks that the largest relative difference of two runs' numbers is below a bound, and returns it.
 #[track_caller]
 pub fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
     let [a, b] = runs.map(|run| numbers(folder, run));
@@ -26,7 +26,7 @@ pub fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
     apart
 }
 
-/// Six windows, which one, two and three devices share out equally; with dropout, whose masks follow positions in the whole batch.
+/// Six windows, divided evenly among one, two and three devices; with dropout, whose masks depend on positions in the whole batch.
 #[test]
 fn several_devices_train_what_one_does() {
     let folder = Folder::new();
@@ -48,13 +48,13 @@ fn several_devices_train_what_one_does() {
     for run in ["two", "three"] {
         assert!(assert_near(&folder, ["one", run], 1e-4) > 0.0);
     }
-    // The same sums of the same numbers.
+    // The same sums in the same order.
     for (run, same) in [("copied", "one"), ("again", "two")] {
         assert_eq!(numbers(&folder, run), numbers(&folder, same), "{run}");
         folder.assert_same_state([run, same], 50);
     }
     says(folder.text("two/report.md"), "| device | flex, flex |");
-    // Runs go on with another number of devices, or with as many, bit for bit.
+    // Runs continue on another number of devices, or on as many, bit for bit.
     for (run, devices) in [("three", ""), ("copied", three), ("again", two)] {
         fs::remove_file(folder.checkpoint(run, 50)).unwrap();
         says(folder.resume(run, devices), "step-00000025.ckpt");
@@ -63,7 +63,7 @@ fn several_devices_train_what_one_does() {
     folder.assert_same_state(["again", "two"], 50);
 }
 
-/// Devices that have some positions of every window each.
+/// Devices that each have some positions of every window.
 #[test]
 fn devices_share_windows() {
     let folder = Folder::new();
@@ -89,13 +89,13 @@ fn devices_share_windows() {
     }
     assert_eq!(numbers(&folder, "again"), numbers(&folder, "two"));
     folder.assert_same_state(["again", "two"], 20);
-    // A run goes on with another number of devices.
+    // A run continues on another number of devices.
     fs::remove_file(folder.checkpoint("two", 20)).unwrap();
     folder.resume("two", "");
     assert_near(&folder, ["one", "two"], 1e-4);
 }
 
-/// Blocks that are pruned, and a choice that ends, on all devices.
+/// Pruned blocks, and a selection that ends, on all devices.
 #[test]
 fn what_changes_a_model_changes_all_of_them() {
     let folder = Folder::new();
@@ -142,7 +142,7 @@ fn a_device_that_fails_ends_the_run_and_leaves_its_checkpoints() {
         assert_eq!(message.matches(&expected).count(), 1, "{fail}: {message}");
         assert!(!folder.checkpoint(run, 15).exists());
         assert_eq!(folder.log(run).len(), 12, "{fail}");
-        // The last one before the failure is whole, and the run goes on as if nothing had been.
+        // The last one before the failure is complete, and the run continues as if there had been no failure.
         says(folder.resume(run, three), "step-00000010.ckpt");
         assert_eq!(numbers(&folder, run), numbers(&folder, "whole"), "{fail}");
         folder.assert_same_state([run, "whole"], 20);

@@ -1,4 +1,4 @@
-//! The examples of the help, run as they stand: with paths where they are, on models that are small. And the commands on the pages.
+//! The examples of the help texts, run as printed, except for paths and with small models; and the commands in the docs.
 
 use std::fs;
 use std::path::Path;
@@ -6,13 +6,13 @@ use std::path::Path;
 use crate::shell::{check, words};
 use crate::support::*;
 
-/// What makes a model small, where an example does not say it itself.
+/// Flags that make a model small, unless an example sets them.
 const SMALL: &str = "--layers 1 --heads 2 --d-model 16 --batch 2";
 
-/// The same of its training.
+/// Flags that make its training short.
 const SHORT: &str = "--steps 2 --warmup 1 --eval-windows 1";
 
-/// Numbers that are too large for a test, and files by their names here.
+/// Replacements of numbers that are too large for a test, and of file names.
 const INSTEAD: &[(&str, &str)] = &[
     ("1_048_576", "256"),
     ("fixed:1024,32", "fixed:64,16"),
@@ -25,12 +25,12 @@ const INSTEAD: &[(&str, &str)] = &[
     ("0,1,2,3", "cpu,cpu"),
 ];
 
-/// Of a help: lines that begin with the program's name, with those that go on behind a `\`.
+/// Returns the examples of a help text: lines that begin with the program's name, joined with those after a `\`.
 fn examples(help: &str) -> Vec<Vec<String>> {
     let mut found: Vec<String> = Vec::new();
     let mut goes_on = false;
     for line in help.lines() {
-        // After two spaces stands what the command is for.
+        // A description may follow after two spaces.
         let text = line.trim_start();
         let command = text.split("  ").next().unwrap_or_default();
         let part = command.trim_end_matches('\\').trim_end();
@@ -47,7 +47,7 @@ fn examples(help: &str) -> Vec<Vec<String>> {
     found.iter().map(|command| words(command)).collect()
 }
 
-/// An example's arguments as they can run here.
+/// Returns an example's arguments in a form that can run here.
 fn arguments(example: &[String], folder: &Path) -> Vec<String> {
     let known = |word: &String| {
         let instead = INSTEAD.iter().find(|(from, _)| from == word);
@@ -75,7 +75,7 @@ fn arguments(example: &[String], folder: &Path) -> Vec<String> {
             add(SMALL);
             match (pictures, is_cifar) {
                 (false, _) => add("--context 256 --data enwik8"),
-                // The data's pictures are of 32 × 32 pixels.
+                // The data's pictures have 32 × 32 pixels.
                 (_, true) => add("--picture-size 16 --d-key 16 --d-ff 32 --halve"),
                 (_, false) => add("--picture-size 6 --block 8"),
             }
@@ -132,7 +132,7 @@ fn every_example_of_the_help_runs() {
             String::from_utf8_lossy(&output.stderr)
         );
     };
-    // In the order in which they need one another's files; the program's own help is the last.
+    // In the order in which they need one another's files; the program's own help is last.
     let commands = "train search-selection recall eval sample sample-images report bench draw patterns shards presets export import";
     let mut seen = 0;
     for command in commands.split(' ').chain([""]) {
@@ -149,7 +149,7 @@ fn every_example_of_the_help_runs() {
         }
     }
     assert!(seen > 50, "{seen} examples");
-    // None of the commands was left out.
+    // Checks that no command was left out.
     let help = succeed("--help");
     let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     for command in lines.map_while(|line| line.split_whitespace().next()) {

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::shell::words;
 use crate::support::*;
 
-/// Whatever writes a file: it has the mode that the umask gives.
+/// Every written file has the mode of the umask.
 #[cfg(unix)]
 #[test]
 fn every_file_has_the_mode_of_the_umask() {
@@ -48,7 +48,7 @@ fn every_file_has_the_mode_of_the_umask() {
     }
 }
 
-/// A full disk, whichever file it is that does not fit.
+/// A full disk, for each file that may not fit.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_that_cannot_be_written_is_named() {
@@ -79,7 +79,7 @@ fn a_file_that_cannot_be_written_is_named() {
     }
 }
 
-/// Damaged weights are an error of whatever measures them, and not a number to print.
+/// Weights with NaN are an error of every command that evaluates them.
 #[test]
 fn weights_that_are_no_numbers_are_refused() {
     let folder = Folder::new();

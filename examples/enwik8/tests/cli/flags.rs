@@ -1,4 +1,4 @@
-//! What is asked for, and what is refused.
+//! Flags that are accepted, and flags that are refused.
 
 use burn_blocksparse::Pattern;
 
@@ -23,7 +23,7 @@ fn texts_are_listed() {
     assert!(!text.contains("n/a"), "{text}");
 }
 
-/// At the width of a terminal, or of 100 columns where there is none.
+/// At the width of a terminal, or of 100 columns without a terminal.
 #[test]
 fn help_is_wrapped_and_grouped() {
     for command in "train bench import sample eval recall export".split(' ') {
@@ -159,7 +159,7 @@ fn impossible_models_are_explained() {
     }
 }
 
-/// A negative number is the value of the flag before it, not a flag.
+/// A negative number is the value of the preceding flag, not a flag.
 #[test]
 fn negative_numbers_are_refused_by_name_and_range() {
     for row in rows(

@@ -1,4 +1,4 @@
-//! Steps that are recorded and replayed where the device can.
+//! Steps that are captured and replayed if the device can.
 
 use crate::support::*;
 
@@ -9,11 +9,11 @@ fn a_run_with_a_graph_is_the_same_run() {
     let graph = format!("{flags} --graph");
     let plain = folder.train("plain", flags);
     assert!(!plain.contains("steps one by one"), "{plain}");
-    // What CPUs say; it is the same program where steps are replayed.
+    // CPUs cannot capture; the program is the same on devices that can.
     let text = folder.train("graph", &graph);
     let lines = text.matches("runs steps one by one: ").count();
     assert_eq!(lines, 1, "{text}");
-    // Continued with and without.
+    // Resumed with and without.
     for (run, more) in [("mixed", "--graph"), ("ended", "")] {
         folder.train(run, &graph);
         std::fs::remove_file(folder.checkpoint(run, 12)).unwrap();

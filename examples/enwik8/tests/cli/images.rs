@@ -1,4 +1,4 @@
-//! Pictures as bytes: a start token for the class, and no window over two pictures.
+//! Pictures as bytes: a start token for the class, and no window across two pictures.
 
 use std::fs;
 
@@ -76,7 +76,7 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
 #[test]
 fn files_of_pictures_are_read_and_others_refused() {
     let folder = Folder::new();
-    // 40 pictures of 6 × 6 pixels, whose classes are 0 to 2.
+    // 40 pictures of 6 × 6 pixels, with classes 0 to 2.
     let record =
         |index: u8| std::iter::once(index % 3).chain((0..108).map(move |at| at % 9 + index));
     let pictures: Vec<u8> = (0..40).flat_map(record).collect();

@@ -1,8 +1,8 @@
-//! Sizes that nothing has room for, and values that no flag takes: an error that names the flag, before anything is written.
+//! Sizes beyond any memory, and invalid values: an error that names the flag, before anything is written.
 
 use crate::support::*;
 
-/// The flags of a command that take a value, as its help lists them.
+/// Returns the flags of a command that take a value, from its help.
 fn flags(command: &str) -> Vec<String> {
     let help = succeed(format!("help {command}"));
     let flags = help.lines().filter_map(|line| {
@@ -14,7 +14,7 @@ fn flags(command: &str) -> Vec<String> {
     flags
 }
 
-/// The code of a command that does not crash, and what it tells.
+/// Returns the exit code and message of a command, which must not crash.
 fn code(line: &str) -> (i32, String) {
     let output = run(line);
     let message = String::from_utf8(output.stderr).unwrap();
@@ -24,16 +24,16 @@ fn code(line: &str) -> (i32, String) {
     (code.unwrap(), message)
 }
 
-/// With a value that no flag can have, whatever its kind, and with the largest numbers there are: refused by name, never a crash, and nothing is left behind.
+/// Values that are invalid for every flag, and the largest numbers, are refused by name without a crash, and leave nothing behind.
 #[test]
 fn every_flag_of_training_is_named_with_a_bad_value() {
     let folder = Folder::new();
     let run = folder.path("run");
-    // Where a run cannot be, and data that are long enough for the default context.
+    // A file where the run's folder should be, and data long enough for the default context.
     let file = folder.file("file", "x");
     let bytes: Vec<u8> = (0..40_000u32).map(|i| (i * i % 61) as u8 + 32).collect();
     let data = folder.file("data", bytes);
-    // Of which large ones are harmless, or which are no sizes.
+    // Flags whose large values are harmless, or that are not sizes.
     let harmless = "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows lr weight-decay epsilon clip init-scale commitment softmax-threshold peak-tflops run";
     let flags = flags("train");
     assert!(flags.len() > 55, "{flags:?}");
@@ -73,7 +73,7 @@ fn every_flag_of_training_is_named_with_a_bad_value() {
     }
 }
 
-/// The other commands have counts, too.
+/// Counts of the other commands.
 #[test]
 fn sizes_of_other_commands_have_limits() {
     let folder = Folder::new();
@@ -95,7 +95,7 @@ fn sizes_of_other_commands_have_limits() {
         "recall --selection topk:8,2 --windows N",
         "sample-images --count N",
         "sample-images --zoom N",
-        // Whose columns are few: they are all looked at.
+        // The columns are limited, because all of them are visited.
         "draw --pattern dense --seq N",
         "draw --heads N",
         "draw --block N",
@@ -111,7 +111,7 @@ fn sizes_of_other_commands_have_limits() {
             assert!(!is_huge || code == 2, "{line}: {message}");
         }
     }
-    // The numbers of a policy are the user's.
+    // Numbers of a cache policy come from the user.
     for row in rows(
         "
         tova:0 | 'tova:0' for '--cache
@@ -130,7 +130,7 @@ fn sizes_of_other_commands_have_limits() {
     }
     let slack = "sample --cache tova:1073741824 --slack 1073741824";
     says(fail(format!("{slack} {of_run}"), 1), "--cache and --slack");
-    // An empty file of a prompt is the file's.
+    // An empty prompt file is an error that names the file.
     let empty = folder.file("empty.txt", "");
     let message = fail(format!("sample --prompt-file {empty} {of_run}"), 1);
     says(message, &format!("--prompt-file {empty} must not be empty"));

@@ -1,4 +1,4 @@
-//! The program as its users meet it: a process with arguments, files, signals and exit codes.
+//! The program from its users' view: a process with arguments, files, signals and exit codes.
 
 mod checkpoints;
 mod choices;

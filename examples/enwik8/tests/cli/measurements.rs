@@ -10,7 +10,7 @@ fn shards_of_a_sequence_are_listed() {
         succeed("shards --pattern fixed:128,32 --length 16384 --devices 2 --heads 2 --head-dim 64");
     let shown = [
         "2 pieces per device (zigzag)",
-        // The last quarter needs the summaries of the 64 windows in the middle: of 2 heads 32 keys each, and values, of 128 bytes.
+        // The last quarter needs the summaries of the 64 windows in the middle: 32 keys and values of 128 bytes for each of 2 heads.
         "4096 keys received",
         "1.0 MiB of bf16 keys and values received by one device at most",
     ];
@@ -40,7 +40,7 @@ fn patterns_are_drawn() {
 fn bench_compares_sparse_and_dense() {
     let text = succeed(format!("bench --iterations 1 {}", nano("")));
     says_all(&text, &["fixed(8, 2)", "dense causal"]);
-    // A CPU has no memory of its own, and no peak was given.
+    // A CPU has no device memory, and no peak was given.
     for column in ["device memory", "of peak", "queued"] {
         assert!(!text.contains(column), "{text}");
     }

@@ -9,7 +9,7 @@ use crate::devices::{assert_near, numbers};
 use crate::shell::words;
 use crate::support::*;
 
-/// The processes of one command, as `torchrun` starts them; some with another variable.
+/// Starts the processes of one command like `torchrun` does; some get another variable.
 fn start(line: &str, count: usize, more: &[(usize, &str, &str)]) -> Vec<Child> {
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = free.local_addr().unwrap().port().to_string();
@@ -35,7 +35,7 @@ fn ends(processes: Vec<Child>) -> Vec<Output> {
     ends.collect::<Result<_, _>>().unwrap()
 }
 
-/// Runs a command in several processes, which all must succeed; what rank 0 printed.
+/// Runs a command in several processes, all of which must succeed; returns the output of rank 0.
 #[track_caller]
 fn succeed_in(line: &str, count: usize) -> String {
     let outputs = ends(start(line, count, &[]));
@@ -46,7 +46,7 @@ fn succeed_in(line: &str, count: usize) -> String {
     String::from_utf8(outputs[0].stdout.clone()).unwrap()
 }
 
-/// That a process ended with an error; its one message.
+/// Checks that a process ended with an error, and returns its one message.
 #[track_caller]
 fn message(output: &Output) -> String {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
@@ -55,7 +55,7 @@ fn message(output: &Output) -> String {
     text
 }
 
-/// With dropout, as replicas of one process, whose sums are of the same numbers in the same order.
+/// With dropout; compared with replicas in one process, which sum the same numbers in the same order.
 #[test]
 fn processes_train_what_devices_do() {
     let folder = Folder::new();
@@ -80,7 +80,7 @@ fn processes_train_what_devices_do() {
         assert_eq!(numbers(&folder, run), numbers(&folder, "two"), "{run}");
         folder.assert_same_state([run, "two"], 20);
     }
-    // On with one process, on with three, and as it was.
+    // Resumed with one process, with three, and with two.
     for (run, count) in [("again", 1), ("three", 3), ("two", 2)] {
         let line = format!("train --resume --run {}", folder.path(run));
         fs::remove_file(folder.checkpoint(run, 20)).unwrap();
@@ -93,7 +93,7 @@ fn processes_train_what_devices_do() {
     folder.assert_same_state(["threads", "two"], 20);
 }
 
-/// Sets of processes that share windows, one set or two.
+/// Groups of processes that share windows, one group or two.
 #[test]
 fn processes_share_windows() {
     let folder = Folder::new();
@@ -112,7 +112,7 @@ fn processes_share_windows() {
     }
 }
 
-/// What changes a model changes that of each process.
+/// Changes of a model reach every process.
 #[test]
 fn processes_prune_alike() {
     let folder = Folder::new();
@@ -122,7 +122,7 @@ fn processes_prune_alike() {
     folder.assert_same_state(["threads", "two"], 8);
 }
 
-/// A process that is killed, one that fails and one that panics, with others of the same sequences or without.
+/// A process that is killed, one that fails and one that panics, with and without others of the same sequences.
 #[test]
 fn a_lost_process_ends_the_others_and_is_named() {
     let folder = Folder::new();
@@ -155,7 +155,7 @@ fn a_lost_process_ends_the_others_and_is_named() {
             );
             says(message(output), &expected);
         }
-        // The last checkpoint is whole.
+        // The last checkpoint is complete.
         if at == 0 {
             let steps = 5 * (folder.log(run).len() / 5 + 1);
             let text = folder.resume(run, &format!("--steps {steps}"));
@@ -177,7 +177,7 @@ fn a_lost_process_ends_the_others_and_is_named() {
     }
 }
 
-/// Whichever process is asked, rank 0 ends the run after a step.
+/// Whichever process gets the signal, rank 0 ends the run after a step.
 #[cfg(unix)]
 #[test]
 fn any_process_can_be_asked_to_stop() {
@@ -195,7 +195,7 @@ fn any_process_can_be_asked_to_stop() {
     says(text, "stopped after step");
 }
 
-/// Mistakes are the same message in all processes, and nothing is written.
+/// Errors give the same message in all processes, and nothing is written.
 #[test]
 fn what_several_processes_cannot_do_is_said() {
     let folder = Folder::new();

@@ -1,11 +1,11 @@
-//! What a run leaves for people and for TensorBoard.
+//! Reports of a run, for people and for TensorBoard.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::support::*;
 
-/// The event files of a run, in TensorBoard's order.
+/// Returns the event files of a run, in TensorBoard's order.
 fn event_files(folder: &Folder, run: &str) -> Vec<PathBuf> {
     let mut files = files(Path::new(&folder.path(run)));
     files.retain(|path| path.to_str().unwrap().contains("tfevents"));
@@ -13,7 +13,7 @@ fn event_files(folder: &Folder, run: &str) -> Vec<PathBuf> {
     files
 }
 
-/// The steps of a file's events that have a tag, in order: lengths, and the second field of each event.
+/// Returns the steps of a file's events with a tag, in order, parsed from record lengths and the second field of each event.
 fn steps_with(path: &Path, tag: &str) -> Vec<u64> {
     let bytes = fs::read(path).unwrap();
     let (mut at, mut steps) = (0, Vec::new());
@@ -47,7 +47,7 @@ fn tensorboard_has_each_step_once_after_a_resume() {
     assert_eq!(validations, [4, 8, 12, 16]);
     assert_eq!(steps_with(first, "bits_per_byte/final"), [16]);
 
-    // As if it was killed between the two checkpoints, in the middle of a record.
+    // As if killed between the two checkpoints, in the middle of a record.
     fs::remove_file(folder.checkpoint("run", 16)).unwrap();
     let mut bytes = fs::read(first).unwrap();
     bytes.truncate(bytes.len() - 7);
@@ -69,7 +69,7 @@ fn tensorboard_has_each_step_once_after_a_resume() {
         assert!(all("memory/process_peak_mib").contains(&12));
     }
 
-    // A run without event files that gets them later has its whole past in them.
+    // A run without event files that gets them later has its whole history in them.
     for file in event_files(&folder, "run") {
         fs::remove_file(file).unwrap();
     }
@@ -101,7 +101,7 @@ fn a_run_ends_with_a_report_and_old_runs_get_one() {
         assert_png(&folder.path(picture));
     }
 
-    // As an older version left it, and with its data gone.
+    // Like a folder from an older version, and without its data.
     for name in ["report.md", "loss-by-time.png", "resources.json"] {
         fs::remove_file(folder.path(&format!("run/{name}"))).unwrap();
     }

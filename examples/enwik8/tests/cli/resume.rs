@@ -1,18 +1,18 @@
-//! Runs that end early and go on.
+//! Runs that end early and are resumed.
 
 use std::fs;
 use std::path::Path;
 
 use crate::support::*;
 
-/// Runs in parts are those in one go.
+/// Runs in parts equal those in one go.
 #[test]
 fn a_resumed_run_equals_an_uninterrupted_one() {
     let folder = Folder::new();
     let flags = "--steps 20 --checkpoint-every 10 --eval-every 5";
     folder.assert_resumes(|run| folder.train(run, flags), 20);
     says(folder.resume("parts", ""), "nothing to do");
-    // What a run leaves that was killed while it was writing something.
+    // A leftover of a run that was killed while writing.
     let partial = (folder.checkpoint("parts", 25)).with_extension("ckpt.partial");
     fs::write(&partial, "half").unwrap();
     says(folder.resume("parts", "--steps 25"), "step-00000020.ckpt");
@@ -45,10 +45,10 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     ];
     says_all(text, &shown);
     let measured = folder.log_of("whole", "selection");
-    // At step 8 there is no choice any more.
+    // At step 8 there is no selection any more.
     assert_eq!(measured.len(), 1, "{measured:?}");
     let layer = &measured[0]["layers"][0];
-    // Of the four blocks of each row's past, two at most.
+    // At most two of the four blocks of each row's past.
     assert_eq!(layer["density"], 0.7, "{layer}");
     let [recall, ratio] = ["recall", "ratio"].map(|name| layer[name].as_f64().unwrap());
     assert!(recall > 0.3 && recall < 1.0, "{layer}");
@@ -83,7 +83,7 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     let message = fail(format!("train --resume --run {path} --precision f32"), 1);
     says(message, "with --precision bf16, but --precision f32");
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
-    // Ids of parameters are random, and so is what they take: a little.
+    // Ids of parameters are random, so the sizes of their encodings differ slightly.
     for (bf16, f32) in lengths("whole").into_iter().zip(lengths("f32")) {
         let is_right = bf16.abs_diff(f32) * 50 < f32;
         assert!(
@@ -107,7 +107,7 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
 #[test]
 fn recomputed_blocks_train_the_same_model() {
     let folder = Folder::new();
-    // One block would be the last segment, which runs once.
+    // A single block would be the last segment, which is not recomputed.
     let train = |run: &str, flags: &str| folder.train(run, &format!("--layers 3 {flags}"));
     let losses = |run: &str| -> Vec<f64> {
         let losses = folder.losses(run).into_iter();
@@ -115,7 +115,7 @@ fn recomputed_blocks_train_the_same_model() {
         steps.map(|row| row.2).collect()
     };
     train("stored", "--steps 3");
-    // Resuming may change it.
+    // Resuming may change the way.
     let ways = [
         "",
         "segment:2",
@@ -144,7 +144,7 @@ fn recomputed_blocks_train_the_same_model() {
 #[test]
 #[cfg(unix)]
 fn signals_write_a_checkpoint() {
-    // One that others send may come twice in a moment, to the process and to its group.
+    // A signal may arrive twice in a moment, at the process and at its group.
     for signals in [&["-INT"][..], &["-TERM", "-TERM"]] {
         let folder = Folder::new();
         let flags = "--steps 100000 --checkpoint-every 30 --eval-every 1000";
@@ -161,7 +161,7 @@ fn signals_write_a_checkpoint() {
     }
 }
 
-/// The checkpoints of a run.
+/// Returns the checkpoints of a run.
 fn checkpoints(run: &str) -> impl Iterator<Item = std::path::PathBuf> {
     let is_one = |path: &std::path::PathBuf| path.extension().is_some_and(|end| end == "ckpt");
     files(Path::new(run)).into_iter().filter(is_one)
@@ -234,7 +234,7 @@ fn resume_says_what_is_wrong() {
     says(fail(resume(&run), 1), "no checkpoint yet");
 }
 
-/// The lines of a log, without what differs between two runs: times.
+/// Returns the lines of a log without times, which differ between runs.
 fn timeless(folder: &Folder, run: &str) -> Vec<String> {
     let without_times = |mut row: serde_json::Value| {
         let fields = row.as_object_mut().unwrap();
@@ -244,8 +244,7 @@ fn timeless(folder: &Folder, run: &str) -> Vec<String> {
     folder.log(run).into_iter().map(without_times).collect()
 }
 
-/// The process may end between its last checkpoint and the evaluation of the whole validation split, or while it writes
-/// the line about that.
+/// The process may end between its last checkpoint and the evaluation of the whole validation split, or while it writes that line.
 #[test]
 fn a_run_killed_before_its_final_evaluation_is_finished() {
     let folder = Folder::new();
@@ -263,7 +262,7 @@ fn a_run_killed_before_its_final_evaluation_is_finished() {
     says(folder.resume("run", ""), "nothing to do");
 }
 
-/// A run that is declared complete where it was stopped gets the validation that follows a last step.
+/// A run that is declared complete where it was stopped gets the validation of a last step.
 #[test]
 fn a_run_may_end_where_it_was_stopped() {
     let folder = Folder::new();
@@ -275,7 +274,7 @@ fn a_run_may_end_where_it_was_stopped() {
     assert_eq!(kinds, [("train", 10), ("validation", 10), ("final", 10)]);
 }
 
-/// Every step ends with a checkpoint, a validation or both, so that the process dies in one of them more often than not.
+/// Every step ends with a checkpoint, a validation or both, so the process often dies in one of them.
 #[test]
 fn a_run_killed_at_any_moment_loses_nothing() {
     let folder = Folder::new();
@@ -304,7 +303,7 @@ fn a_run_killed_at_any_moment_loses_nothing() {
     }
 }
 
-/// JSON has no number for it, so its line would be lost.
+/// JSON has no such number, so the line would be lost.
 #[test]
 fn a_validation_that_is_not_finite_is_an_error() {
     let folder = Folder::new();

@@ -1,10 +1,10 @@
-//! The search for each head's choice of keys, and what its file is for.
+//! The search for each head's selection of keys, and uses of its file.
 
 use std::fs;
 
 use crate::support::*;
 
-/// Each head gets the candidate with the largest recall, of those that are sparse enough, and the file is read again.
+/// Each head gets the sparse enough candidate with the largest recall, and the file is read back.
 pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     let (heads, found) = (folder.path("heads.json"), folder.path("found.jsonl"));
     let candidates = "--selection topk:8,ratio=1 --selection topk:8,2,1,0 --selection topk:8,1,1,0";
@@ -16,7 +16,7 @@ pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     let mut texts = layers
         .flat_map(|layer| layer.as_array().unwrap())
         .peekable();
-    // Two blocks keep more than one, and all are too many.
+    // Two blocks have a higher recall than one, and all blocks are not sparse enough.
     assert!(texts.peek().is_some(), "{file}");
     assert!(texts.all(|text| *text == "topk:8,2,1,0"), "{file}");
 
@@ -26,13 +26,13 @@ pub fn heads_are_searched(folder: &Folder, checkpoint: &str) {
     says(table, "every earlier byte");
     let rows = json_lines(&folder.text("found.jsonl"));
     assert_eq!(rows.len(), 3, "{rows:?}");
-    // Heads that all choose alike choose as one.
+    // Per-head selections that are all equal give the result of a common one.
     let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
     assert!((bits(1) - bits(2)).abs() < 1e-5, "{rows:?}");
     assert_eq!(rows[1]["heads"], rows[2]["heads"]);
 }
 
-/// Training with a choice for each head is stored and resumed bit for bit, and the file serves evaluation and prompts of a model without one.
+/// Training with per-head selections is stored and resumed bit for bit, and the file works for evaluation and prompts of a model without selections.
 #[test]
 fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let folder = Folder::new();
@@ -55,10 +55,10 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let report = folder.text("whole/report.md");
     says(report, "heads by topk:8,2,1,0 in 1, the pattern in 1");
     let measured = &folder.log_of("whole", "selection")[0];
-    // Of the four blocks of each row's past two at most, in one of two heads.
+    // At most two of the four blocks of each row's past, in one of two heads.
     let density = measured["layers"][0]["density"].as_f64().unwrap();
     assert!((density - (0.7 + 1.0) / 2.0).abs() < 1e-9, "{measured}");
-    // The file is not looked at again.
+    // The file is not needed any more.
     fs::remove_file(&heads).unwrap();
     folder.resume("whole", "--steps 13");
 

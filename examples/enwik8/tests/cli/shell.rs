@@ -1,21 +1,21 @@
-//! The commands that the README and the pages print.
+//! The commands printed in the README and the docs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A command as a page prints it.
+/// A command as printed on a page.
 struct Printed {
-    /// The page, and the command itself.
+    /// The page, and the command.
     text: String,
-    /// Without variables of the shell.
+    /// Arguments without shell variables.
     arguments: Vec<String>,
-    /// Whether it stands in a block, to be copied: in a sentence, values may be placeholders.
+    /// Whether it is in a code block, for copying: in sentences, values may be placeholders.
     in_block: bool,
 }
 
-/// Asserts that flags of the commands exist, and that their values can be read; how many commands there are. Nothing runs: `--help` at the
-/// end is read after all that is before it.
+/// Asserts that flags of the commands exist and that their values parse; returns the number of commands. Nothing runs: `--help` at the end is
+/// handled after everything before it is parsed.
 pub fn check(program: &str, executable: &str) -> usize {
     let commands = printed(program);
     for command in &commands {
@@ -26,7 +26,7 @@ pub fn check(program: &str, executable: &str) -> usize {
             .unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
         let is_value = error.contains("invalid value") || error.contains("a value is required");
-        // Files of a page are not there.
+        // Files mentioned on a page do not exist here.
         let is_placeholder = is_value && (!command.in_block || error.contains("No such file"));
         assert!(
             output.status.success() || is_placeholder,
@@ -37,7 +37,7 @@ pub fn check(program: &str, executable: &str) -> usize {
     commands.len()
 }
 
-/// The README, the pages, and those of the examples.
+/// Returns the README, the docs, and those of the examples.
 fn pages() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let docs = fs::read_dir(root.join("docs")).unwrap();
@@ -55,7 +55,7 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// The commands of a program, as `PROGRAM …` or as `cargo run … -p PROGRAM … -- …`.
+/// Returns the commands of a program, printed as `PROGRAM …` or as `cargo run … -p PROGRAM … -- …`.
 fn printed(program: &str) -> Vec<Printed> {
     let mut found = Vec::new();
     for page in pages() {
@@ -86,7 +86,7 @@ fn printed(program: &str) -> Vec<Printed> {
     found
 }
 
-/// The arguments, if a line is a command of the program.
+/// Returns the arguments if a line is a command of the program.
 fn arguments(program: &str, line: &str) -> Option<Vec<String>> {
     let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     let command = match line.strip_prefix("cargo run ") {
@@ -102,7 +102,7 @@ fn arguments(program: &str, line: &str) -> Option<Vec<String>> {
     (arguments.first()? != "help").then_some(arguments)
 }
 
-/// As a shell splits a line with quotes.
+/// Splits a line with quotes like a shell.
 pub fn words(line: &str) -> Vec<String> {
     let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
     for c in line.chars() {

@@ -13,7 +13,7 @@ use crate::shell::words;
 /// A model that trains hundreds of steps a second.
 const NANO: &str = "--layers 1 --heads 2 --d-model 16 --context 32 --block 8 --pattern fixed:8,2 --batch 2 --warmup 5 --eval-windows 2 --dropout 0.1";
 
-/// Its flags and `more`, which take the place of those of the same name; beside a choice of keys there is no pattern.
+/// Returns the nano flags and `more`, which override flags of the same name; with a selection there is no pattern.
 pub fn nano(more: &str) -> String {
     let chooses = more.contains("--selection") || more.contains("--attention dense");
     let is_own = |flag: &&str| {
@@ -27,7 +27,7 @@ pub fn nano(more: &str) -> String {
         + more
 }
 
-/// Lines of parts that a ` | ` is between.
+/// Splits lines into parts separated by ` | `.
 pub fn rows(text: &str) -> impl Iterator<Item = Vec<&str>> {
     let lines = text.trim().lines();
     lines.map(|line| line.split(" | ").map(str::trim).collect())
@@ -39,17 +39,17 @@ pub fn enwik8() -> Command {
     command
 }
 
-/// Runs a command as it is typed.
+/// Runs a command line.
 pub fn run(line: impl AsRef<str>) -> Output {
     enwik8().args(words(line.as_ref())).output().unwrap()
 }
 
-/// Runs a command that must succeed; its standard output.
+/// Runs a command that must succeed, and returns its standard output.
 pub fn succeed(line: impl AsRef<str>) -> String {
     succeed_and_tell(line)[0].clone()
 }
 
-/// The same, and what it told.
+/// Runs a command that must succeed, and returns its standard output and error.
 pub fn succeed_and_tell(line: impl AsRef<str>) -> [String; 2] {
     let line = line.as_ref();
     let output = run(line);
@@ -57,7 +57,7 @@ pub fn succeed_and_tell(line: impl AsRef<str>) -> [String; 2] {
     [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
 }
 
-/// Runs a command that must fail with `code`; its one message.
+/// Runs a command that must fail with `code`, and returns its one message.
 pub fn fail(line: impl AsRef<str>, code: i32) -> String {
     let line = line.as_ref();
     let output = run(line);
@@ -69,7 +69,7 @@ pub fn fail(line: impl AsRef<str>, code: i32) -> String {
     message
 }
 
-/// That a text has some words.
+/// Checks that a text contains some words.
 #[track_caller]
 pub fn says(text: impl AsRef<str>, words: &str) {
     let text = text.as_ref();
@@ -81,7 +81,7 @@ pub fn says_all(text: impl AsRef<str>, parts: &[&str]) {
     parts.iter().for_each(|part| says(&text, part));
 }
 
-/// The number that `eval` prints.
+/// Returns the number that `eval` prints.
 pub fn bits(text: &str) -> f64 {
     let mut lines = text.lines().filter(|line| line.contains("bits per "));
     let number = lines.find_map(|line| line.split(' ').next()?.parse().ok());
@@ -125,7 +125,7 @@ impl Folder {
         fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// A few thousand bytes with some structure.
+    /// Writes a few thousand bytes with some structure.
     pub fn data(&self) -> String {
         let bytes: Vec<u8> = (0..4_000u32)
             .map(|i| (i * i / 7 % 61 + i % 5) as u8 + 32)
@@ -133,7 +133,7 @@ impl Folder {
         self.file("data", bytes)
     }
 
-    /// The command of a nano run in folder `run`.
+    /// Returns the command of a nano run in folder `run`.
     pub fn nano(&self, run: &str, more: &str) -> String {
         let (path, data) = (self.path(run), self.data());
         format!("train --run {path} --data {data} {}", nano(more))
@@ -147,7 +147,7 @@ impl Folder {
         succeed(format!("train --resume --run {} {more}", self.path(run)))
     }
 
-    /// That a run in `parts`, which goes on without its last checkpoint, is that in one go, `whole`; what the latter said.
+    /// Checks that a run in `parts`, resumed without its last checkpoint, equals the run `whole` in one go; returns the output of the latter.
     #[track_caller]
     pub fn assert_resumes(&self, train: impl Fn(&str) -> String, step: usize) -> String {
         let text = train("whole");
@@ -163,13 +163,13 @@ impl Folder {
         json_lines(&self.text(&format!("{run}/log.jsonl")))
     }
 
-    /// Lines of the log that are of a kind.
+    /// Returns the log lines of a kind.
     pub fn log_of(&self, run: &str, kind: &str) -> Vec<Value> {
         let rows = self.log(run).into_iter();
         rows.filter(|row| row["kind"] == kind).collect()
     }
 
-    /// Kind, step and loss, if it has one, of each log line.
+    /// Returns kind, step and loss, if any, of each log line.
     pub fn losses(&self, run: &str) -> Vec<(String, u64, f64)> {
         let row = |row: &Value| {
             let (kind, step) = (row["kind"].as_str(), row["step"].as_u64());
@@ -183,14 +183,14 @@ impl Folder {
         Path::new(&self.path(run)).join(format!("step-{step:08}.ckpt"))
     }
 
-    /// That two runs have the same model after so many steps.
+    /// Checks that two runs have the same model after `step` steps.
     #[track_caller]
     pub fn assert_same_model(&self, runs: [&str; 2], step: usize) {
         let [a, b] = runs.map(|run| self.checkpoint(run, step));
         assert_same_model(&a, &b);
     }
 
-    /// That two runs have the same model and optimizer after so many steps.
+    /// Checks that two runs have the same model and optimizer after `step` steps.
     #[track_caller]
     pub fn assert_same_state(&self, runs: [&str; 2], step: usize) {
         let [a, b] = runs.map(|run| state_of(&self.checkpoint(run, step)));
@@ -198,8 +198,8 @@ impl Folder {
     }
 }
 
-/// The model's and the optimizer's bytes in a checkpoint: after the preamble and the header, as long as the second
-/// and the third length say.
+/// Returns the model's and the optimizer's bytes in a checkpoint: they follow the preamble and the header, and the second and third length are their
+/// sizes.
 pub fn state_of(checkpoint: &Path) -> [Vec<u8>; 2] {
     let bytes = fs::read(checkpoint).unwrap();
     let length = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
@@ -214,7 +214,7 @@ pub fn model_of(checkpoint: &Path) -> Vec<u8> {
     model
 }
 
-/// Without printing either model.
+/// Compares without printing either model.
 #[track_caller]
 pub fn assert_same_model(a: &Path, b: &Path) {
     assert!(
@@ -225,7 +225,7 @@ pub fn assert_same_model(a: &Path, b: &Path) {
     );
 }
 
-/// All files below a folder.
+/// Returns all files below a folder.
 pub fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).unwrap();
     let below = entries.map(|entry| entry.unwrap().path());
@@ -237,7 +237,7 @@ pub fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Begins a command whose output nobody reads.
+/// Starts a command, and discards its output.
 pub fn spawn(line: &str) -> Child {
     let mut command = enwik8();
     command.args(words(line)).stdout(Stdio::null());

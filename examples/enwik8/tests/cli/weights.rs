@@ -1,4 +1,4 @@
-//! Weights to other programs and back.
+//! Export of weights to other programs, and import.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ fn weights_go_out_and_come_back() {
     says(succeed(&export), "model.safetensors");
     says(fail(&export, 1), "model.safetensors exists");
 
-    // In PyTorch's conventions, with the configuration beside it.
+    // In PyTorch's conventions, with the configuration next to it.
     let weights = folder.path("exported/model.safetensors");
     let file = WeightsFile::open(&weights).unwrap();
     let inner = file.shape("blocks.0.pwff.linear_inner.weight");
@@ -30,7 +30,7 @@ fn weights_go_out_and_come_back() {
     let logits = model.try_forward(Tensor::<2, Int>::from_data(tokens, &Device::flex()));
     assert_eq!(logits.unwrap().dims(), [1, 20, 256]);
 
-    // The same bits come back, in whichever format.
+    // Import restores the same bytes, in either format.
     let record = folder.path("record");
     succeed(format!("export --run {run} --out {record}"));
     let record = folder.path("record/model.bpk");
@@ -56,7 +56,7 @@ fn weights_that_do_not_fit_are_refused() {
     let line = format!("export --run {run} --out {out} --format safetensors");
     succeed(line);
     let imported = folder.path("new");
-    // Of the preset's sizes, which are others.
+    // The preset has other sizes.
     let import = format!("import --weights {out}/model.safetensors --run {imported}");
     let parts = [
         "does not fit the model, of which nothing was loaded",

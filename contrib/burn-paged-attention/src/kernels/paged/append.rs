@@ -1,4 +1,4 @@
-//! Rows written into pages.
+//! Kernel that writes rows into pages.
 
 use blocksparse_cubecl::limits::{check_types, most_units, vector_of};
 use blocksparse_cubecl::prelude::*;
@@ -6,14 +6,14 @@ use blocksparse_cubecl::prelude::*;
 /// Units of a cube.
 const UNITS: usize = 256;
 
-/// Rows and pages that they go to.
+/// Shape of a call: new rows and pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AppendShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
-    /// Rows of the table of a sequence: 1 or `kv_heads`.
+    /// Table rows of a sequence: 1 or `kv_heads`.
     pub tables: usize,
     /// New rows of each head.
     pub rows: usize,
@@ -23,12 +23,12 @@ pub struct AppendShape {
     pub pages: usize,
     /// Widths of keys and values.
     pub widths: [usize; 2],
-    /// The type of all of them.
+    /// Dtype of rows and pages.
     pub dtype: ElemType,
 }
 
 impl AppendShape {
-    /// New rows, all heads of all sequences together.
+    /// Returns the new rows of all heads and sequences.
     pub(crate) fn count(&self) -> usize {
         self.batch * self.kv_heads * self.rows
     }
@@ -47,7 +47,7 @@ impl AppendShape {
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Rows {
-    /// New rows, all heads of all sequences together.
+    /// New rows of all heads and sequences.
     pub count: usize,
     /// New rows of a head.
     pub rows: usize,
@@ -57,7 +57,7 @@ pub(crate) struct Rows {
     pub pages: usize,
 }
 
-/// Where a row goes: a slot of all pages, or behind the last of them.
+/// Returns the slot of a row among those of all pages; their number if it is not stored.
 #[cube]
 pub(crate) fn row_slot(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     let head = row / sizes.rows % sizes.kv_heads;
@@ -76,7 +76,7 @@ pub(crate) fn row_slot(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     to
 }
 
-/// A unit for each vector of a new key and of its value.
+/// A unit copies one vector of a new key and of its value.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn append<E: Float, N: Size>(
     k: &[Vector<E, N>],
@@ -105,8 +105,8 @@ fn append<E: Float, N: Size>(
     }
 }
 
-/// Writes rows `[batch, kv_heads, rows, ·]` into pages, in place. `slots` `[batch, tables, rows]`, i32: slot `s` of entry `x` is `x · page + s`; negative: the
-/// row is not written. Contiguous. Slots that do not exist are left out.
+/// Writes rows `[batch, kv_heads, rows, ·]` into pages, in place. `slots` `[batch, tables, rows]`, i32: `x · page + s` is slot `s` of table entry
+/// `x`; negative: the row is not written. Contiguous. Slots that do not exist are skipped.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the pages or lacks the dtype.
@@ -139,8 +139,8 @@ pub fn append_rows(
     if count == 0 || pages == 0 {
         return Ok(());
     }
-    // SAFETY: a unit reads its vector of a row below `count` and that row's slot, and writes the vector of a slot of a page below `pages`; the buffers
-    // have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads its vector of a row below `count` and that row's slot, and writes the vector of a slot of a page below `pages`; the
+    // buffers have the stated lengths (see `buffer`).
     unsafe {
         append::launch_unchecked(
             client,

@@ -1,6 +1,6 @@
-//! The rows kernel: a cube per share of a page list, online softmax over its slots.
+//! The SIMT kernel: one cube per share of a page list, with an online softmax over its slots.
 
-// A kernel's integers have no such method.
+// Integers in kernels lack `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
 use crate::kernels::paged::exchange::{
@@ -16,6 +16,8 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::decode_word;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
+/// Computes attention over a share.
+///
 /// ```text
 /// m = −∞  l = 0  o = 0                         of each group of lanes and row
 /// for each step of the share's slots:
@@ -25,9 +27,9 @@ use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 /// o, lse of the groups as one softmax          shuffles within a plane, shared memory between planes
 /// ```
 ///
-/// Keys of the next step are asked for when those of this one are used up, and values likewise, so that loads are always under way.
+/// The next step's keys are loaded as soon as those of this one are used, and values likewise, so that loads are always in flight.
 ///
-/// Quantised keys and values are multiplied by their scales once for a score and once for a weight:
+/// The scales of quantized keys and values multiply scores and weights:
 ///
 /// ```text
 /// s_j = σ_j · (q · k̂_j)     o = Σ_j (p_j · σv_j) · v̂_j
@@ -66,7 +68,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
         let scale = Vector::<A, N>::empty().fill(scale.get::<A>());
         let softcap = softcap.get::<A>();
         let queries = load_queries::<E, A, N>(q, scale, &pages, &lists.sizes, lane, t);
-        // The lane's scores are of one row, of the keys from `key` on.
+        // All scores of a lane belong to one row; their keys begin at `key`.
         let own_score = lane * comptime!(t.lane_scores()) / comptime!(t.copies());
         let key = own_score % comptime!(t.keys);
         let mut position = 0i32;
@@ -85,7 +87,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
         let mut m = A::new(LOWEST_MAX);
         let mut l = A::new(0.0);
         let mut o = zeros::<A, N>(comptime!(rows * value_vectors));
-        // What is not loaded must be finite.
+        // Registers that no load fills must be finite.
         let mut k = zeros::<K, W>(comptime!(t.keys * t.lane_vectors(t.vectors())));
         let mut v = zeros::<K, W>(comptime!(t.keys * t.lane_vectors(t.value_vectors())));
 
@@ -152,7 +154,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
             }
             step.at = next.at;
         }
-        // The lanes of a row have different scores of it, but for copies.
+        // Lanes of a row hold different scores, except for copies.
         l = across_row::<A>(l, &mut exchanged, false, t) / A::new(comptime!(t.copies() as f32));
 
         let mut part = unit / comptime!(t.plane);
@@ -193,27 +195,26 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
     }
 }
 
-/// Where a lane is, and which scores are its own.
+/// Position of a lane, and its scores.
 #[derive(CubeType, Clone, Copy)]
 struct Own {
     lane: usize,
     group: usize,
-    /// The first of their keys,
+    /// First key of its scores.
     key: usize,
-    /// and the position of their query.
+    /// Position of the query of its scores.
     position: i32,
 }
 
-/// The keys that a plane has at a time.
+/// Keys that a plane processes at a time.
 #[derive(CubeType)]
 struct Step {
-    /// The first slot of the share,
+    /// First slot, within the share.
     at: usize,
-    /// and its page, or that of each key of a unit where pages are shorter than steps.
+    /// Its page; one page per key of a unit if pages are shorter than steps.
     places: Array<u32>,
 }
 
-/// Vectors of zeros.
 #[cube]
 pub fn zeros<T: Numeric, N: Size>(#[comptime] count: usize) -> Array<Vector<T, N>> {
     let mut all = Array::<Vector<T, N>>::new(count);
@@ -224,7 +225,7 @@ pub fn zeros<T: Numeric, N: Size>(#[comptime] count: usize) -> Array<Vector<T, N
     all
 }
 
-/// Queries, scaled. Lanes behind a row's end have zeros, rows behind the last one are it once more.
+/// Loads and scales queries. Lanes beyond a row's end get zeros; rows are clamped to the last one.
 #[cube]
 fn load_queries<E: Float, A: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -254,7 +255,7 @@ fn load_queries<E: Float, A: Float, N: Size>(
     queries
 }
 
-/// Scales and bounds the lane's scores, and gives those that do not count none; the largest.
+/// Scales, caps and masks the lane's scores. Returns their maximum.
 #[cube]
 fn count_scores<A: Float>(
     s: &mut Array<A>,
@@ -290,7 +291,7 @@ fn count_scores<A: Float>(
     largest
 }
 
-/// Adds weighted values.
+/// Adds weighted values to the output.
 #[cube]
 fn weigh<K: Numeric, A: Float, N: Size, W: Size>(
     p: &Array<A>,
@@ -318,7 +319,7 @@ fn weigh<K: Numeric, A: Float, N: Size, W: Size>(
     }
 }
 
-/// Writes the softmaxes of a plane, or of a group, as part `part`.
+/// Writes the softmax state of a plane, or of a group, as part `part`.
 #[cube]
 fn store_sums<A: Float, N: Size>(
     parts: &mut Parts<A>,
@@ -353,7 +354,7 @@ fn store_sums<A: Float, N: Size>(
     }
 }
 
-/// The step from slot `at` of the share on.
+/// Finds the pages of the step at slot `at` of the share.
 #[cube]
 fn find(
     lists: &PageLists,
@@ -377,7 +378,7 @@ fn find(
     Step { at, places }
 }
 
-/// The page of a slot of a step.
+/// Returns the page of a slot of a step.
 #[cube]
 fn place_at(
     lists: &PageLists,
@@ -397,7 +398,7 @@ fn place_at(
     }
 }
 
-/// The scales of the keys of a lane's scores, each followed by that of its value; 1 where there is no key.
+/// Loads the scales of the keys of a lane's scores, each followed by the scale of its value; 1 if the key does not exist.
 #[cube]
 fn load_scales<A: Float>(
     of: &ComptimeOption<Scales>,
@@ -427,7 +428,7 @@ fn load_scales<A: Float>(
     }
 }
 
-/// The elements of a load: all of them, or the four of a word, without their scale.
+/// Converts a load: all its elements, or the four of a word, unscaled.
 #[cube]
 fn part_of<K: Numeric, A: Float, N: Size, W: Size>(
     x: Vector<K, W>,
@@ -442,7 +443,7 @@ fn part_of<K: Numeric, A: Float, N: Size, W: Size>(
     }
 }
 
-/// The unit's part of the keys of a step, or of their values. What does not exist leaves what was there.
+/// Loads the unit's part of the keys of a step, or of their values. Registers of missing keys keep their contents.
 #[cube]
 fn load<K: Numeric, W: Size>(
     rows: &[Vector<K, W>],
@@ -455,14 +456,14 @@ fn load<K: Numeric, W: Size>(
 ) {
     let lane_vectors = comptime!(t.lane_vectors(vectors));
     if comptime!(t.places() == 1) {
-        // All units of a plane have the same page, so this is no branch within it.
+        // All units of a plane have the same page, so the branch does not diverge.
         if step.places[0] > 0u32 {
             let page = stored_page(pages, step.places[0]) * comptime!(t.page * vectors);
             #[unroll]
             for key in 0..comptime!(t.keys) {
                 let slot =
                     (step.at % comptime!(t.page) + comptime!(key * t.groups()) + own.group) as u32;
-                // Slots that do not count are the next that does: their numbers must be finite.
+                // Unused slots load the nearest used one, because their contents might not be finite.
                 let slot = min(max(slot, step.places[1]), step.places[2] - 1u32) as usize;
                 #[unroll]
                 for i in 0..lane_vectors {
@@ -493,7 +494,7 @@ fn load<K: Numeric, W: Size>(
     }
 }
 
-/// The `i`-th vector of a lane; behind the row's end it is the last one.
+/// Returns the index of the `i`-th vector of a lane, clamped to the row's last one.
 #[cube]
 fn lane_vector(
     lane: usize,
@@ -508,7 +509,7 @@ fn lane_vector(
     vector
 }
 
-/// The lane's part of the products of its keys with all queries: element `row · keys + key`.
+/// Computes the lane's part of the products of its keys with all queries: element `row · keys + key`.
 #[cube]
 fn products<K: Numeric, A: Float, N: Size, W: Size>(
     queries: &Array<Vector<A, N>>,

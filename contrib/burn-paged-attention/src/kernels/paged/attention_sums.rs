@@ -1,9 +1,9 @@
-//! What keys in pages get of the attention of a few queries, summed up for each key.
+//! Sums of the attention of a few queries per key in pages.
 //!
-//! A unit has a slot of a head of keys, and nobody else writes its numbers: `f · q · k` of all queries that share the head, `exp(· − lse)`, in the order of rows
-//! and heads. The last rows, which may be taken back, are kept apart in a ring behind the sum and join it when they are overwritten.
+//! A unit has a slot of a KV head and is the only writer of its elements. It adds `exp(f · q · k − lse)` of all queries that share the head, in the
+//! order of rows and heads. The last rows, which may be rolled back, are stored in a ring after the sum and are added when they are overwritten.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use crate::kernels::paged::shape::PagedShape;
@@ -12,10 +12,10 @@ use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube.
 const UNITS: usize = 128;
-/// Queries that meet a key at a time.
+/// Queries that are multiplied with a key at a time.
 const MEMBERS: usize = 4;
 
-/// What is compiled into the kernel.
+/// Comptime shape of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Summed {
     /// Vectors of a key.
@@ -29,7 +29,7 @@ struct Summed {
 struct Sizes {
     batch: usize,
     kv_heads: usize,
-    /// Heads of queries of a head of keys.
+    /// Query heads of a KV head.
     group: usize,
     /// Queries of a head.
     rows: usize,
@@ -38,7 +38,7 @@ struct Sizes {
     pages: usize,
     /// Cubes of a head.
     chunks: usize,
-    /// Seats, slots of a seat, and rows that may be taken back.
+    /// Seats, slots of a seat, and rows of the ring.
     seats: usize,
     width: usize,
     ring: usize,
@@ -81,7 +81,7 @@ fn attention_sums_kernel<E: Float, N: Size>(
             let page = max(listed, 0i32) as usize * shared + head % shared;
             let planes = 1 + sizes.ring;
             let to = ((seat as usize * sizes.kv_heads + head) * sizes.width + slot) * planes;
-            // Of a slot that is new whatever was there does not count.
+            // Clear the elements of new slots.
             if slot as i32 >= stored - tokens {
                 for plane in 0..planes {
                     sums[to + plane] = 0.0f32;
@@ -160,7 +160,7 @@ pub struct SumsBuffers<'a> {
     pub keys: &'a Handle,
     /// `[batch, tables, entries]`
     pub table: &'a Handle,
-    /// `[batch, tables, 4]`, of which the slots of region one count.
+    /// `[batch, tables, 4]`; only region one is used.
     pub spans: &'a Handle,
     /// `[batch, 4]`
     pub calls: &'a Handle,
@@ -168,10 +168,10 @@ pub struct SumsBuffers<'a> {
     pub sums: &'a Handle,
 }
 
-/// Adds what the keys of region one of page lists get of the queries' attention: see `PagedOps::attention_sums`.
+/// Adds the queries' attention to the sums of the keys in region one of page lists: see `PagedOps::attention_sums`.
 ///
 /// # Errors
-/// [`KernelError`] if the device cannot index the tensors or lacks the dtype, numbers have eight bits or more than four bytes.
+/// [`KernelError`] if the device cannot index the tensors or lacks the dtype, or the elements have eight bits or more than four bytes.
 pub fn attention_sums(
     client: &Client,
     shape: &PagedShape,
@@ -210,8 +210,8 @@ pub fn attention_sums(
     if queries * shape.entries * shape.pages * seats * width == 0 {
         return Ok(());
     }
-    // SAFETY: a unit below the slots of its page list and seat reads queries of its head, the key of a page below `pages`, and writes the numbers of its own slot of
-    // a seat that there is; the buffers have the lengths they say.
+    // SAFETY: a unit below the slots of its page list and seat reads queries of its head and the key of a page below `pages`, and writes the
+    // elements of its own slot of an existing seat; the buffers have the stated lengths.
     unsafe {
         attention_sums_kernel::launch_unchecked(
             client,

@@ -1,19 +1,19 @@
-//! What the lanes of a key tell each other. Where there are plane operations they shuffle; otherwise a cube is one plane, and they meet in shared memory.
+//! Exchange among the lanes of a key: by shuffles if there are plane operations. Otherwise a cube is one plane, and lanes use shared memory.
 
 use cubecl::prelude::*;
 
 use crate::kernels::paged::tile::Tile;
 use blocksparse_cubecl::arch::ptx;
 
-/// Sums of `values` over the lanes of each group, dealt out: lane `l` gets the sums from `l · lane_scores` on (with copies where there are fewer sums than
-/// lanes). `values` and `shared` are overwritten.
+/// Reduce-scatters `values` over the lanes of each group: lane `l` gets the sums from `l · lane_scores` on (with copies if there are fewer sums than
+/// lanes). Overwrites `values` and `shared`.
 #[cube]
 pub fn deal<A: Float>(values: &mut Array<A>, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
     let mut own = Array::<A>::new(comptime!(t.lane_scores()));
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(t.lanes);
     if comptime!(t.shuffles) {
-        // Half of what is left goes to the other half of the lanes, until a lane has its own.
+        // Half of the remaining sums goes to the other half of the lanes, until each lane has its own.
         #[unroll]
         for step in 0..comptime!(t.lanes.ilog2()) {
             let distance = comptime!(t.lanes >> (step + 1));
@@ -59,7 +59,7 @@ pub fn deal<A: Float>(values: &mut Array<A>, shared: &mut [A], #[comptime] t: Ti
     own
 }
 
-/// The inverse of [`deal`] without a sum: all scores of the group, in every lane.
+/// All-gathers the scores of the group: the inverse of [`deal`] without a sum.
 #[cube]
 pub fn collect<A: Float>(own: &Array<A>, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
     let mut all = Array::<A>::new(comptime!(t.scores()));
@@ -89,7 +89,7 @@ pub fn collect<A: Float>(own: &Array<A>, shared: &mut [A], #[comptime] t: Tile) 
     all
 }
 
-/// A number that each row's lanes agree on, of all rows, in every lane.
+/// Broadcasts a number of each row, on which the row's lanes agree, to all lanes.
 #[cube]
 pub fn of_rows<A: Float>(own: A, shared: &mut [A], #[comptime] t: Tile) -> Array<A> {
     let mut all = Array::<A>::new(comptime!(t.rows));
@@ -114,7 +114,7 @@ pub fn of_rows<A: Float>(own: A, shared: &mut [A], #[comptime] t: Tile) -> Array
     all
 }
 
-/// The largest, or the sum, over the lanes of a row, in all of them.
+/// Reduces the maximum, or the sum, over the lanes of a row, for all of them.
 #[cube]
 pub fn across_row<A: Float>(
     own: A,
@@ -148,7 +148,8 @@ fn combine<A: Float>(a: A, b: A, #[comptime] max: bool) -> A {
     if comptime!(max) { a.max(b) } else { a + b }
 }
 
-/// The number of the lane `distance` away. CubeCL's shuffles ask on CUDA which lanes are there before each of them; PTX says that all are.
+/// Shuffles with the lane at XOR distance `distance`. On CUDA, CubeCL's shuffles query the active lanes each time; the PTX version assumes that all
+/// are active.
 #[cube]
 pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Tile) -> A {
     if comptime!(t.ptx) {
@@ -158,7 +159,7 @@ pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Til
     }
 }
 
-/// The number of a lane.
+/// Shuffles from a lane.
 #[cube]
 pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] t: Tile) -> A {
     if comptime!(t.ptx) {
@@ -168,7 +169,7 @@ pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] t: Tile) -> A {
     }
 }
 
-/// Whether `x` differs from `y` in any lane.
+/// Returns whether `x` differs from `y` in any lane.
 #[cube]
 pub fn any_differ<A: Float>(x: A, y: A, #[comptime] t: Tile) -> bool {
     if comptime!(t.ptx) {

@@ -1,6 +1,6 @@
-//! The softmaxes of a cube as one, and the shares of a page list by the cube that ends last.
+//! Joins the softmax states of a cube, and the shares of a page list in the cube that ends last.
 
-// A kernel's integers have no such method.
+// Integers in kernels lack `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -11,7 +11,7 @@ use blocksparse_cubecl::arch::ptx::{global_address, pack, read_four_words_once, 
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
-/// Softmaxes of a cube in shared memory: `outs` `[parts, rows, width]`, `tops` and `totals` `[parts, rows]`.
+/// Softmax states of a cube in shared memory: `outs` `[parts, rows, width]`, `tops` and `totals` `[parts, rows]`.
 #[derive(CubeType)]
 pub struct Parts<A: Float> {
     pub outs: Shared<[A]>,
@@ -19,7 +19,7 @@ pub struct Parts<A: Float> {
     pub totals: Shared<[A]>,
 }
 
-/// Room for as many `parts` of `rows` queries with values of `width` numbers, as `shape` says; the last are units of the cube.
+/// Allocates shared memory for `parts`, `rows` and `width` of `shape`; its last number is the units of the cube.
 #[cube]
 pub fn room_for<A: Float>(#[comptime] shape: [usize; 4]) -> Parts<A> {
     let rows = comptime!(shape[0] * shape[1]);
@@ -30,15 +30,15 @@ pub fn room_for<A: Float>(#[comptime] shape: [usize; 4]) -> Parts<A> {
     }
 }
 
-/// What shares leave: outputs `[items, shared_heads, group_rows, value_width]`, and the lse of each, behind which come the first share and the number of
-/// shares of each page list.
+/// Results of shares: outputs `[items, shared_heads, group_rows, value_width]`; and their lse, followed by the first share and the number of shares
+/// of each page list.
 #[derive(CubeType, CubeLaunch)]
 pub struct ShareOuts<A: Float> {
     pub partial: Box<[A]>,
     pub stats: Box<[A]>,
 }
 
-/// `out = Σ_x exp(top_x − top) out_x / total`, `lse = top + ln total`, of parts in order.
+/// Joins parts in order: `out = Σ_x exp(top_x − top) out_x / total`, `lse = top + ln total`.
 #[cube]
 pub fn join_parts<A: Float>(
     of: &Parts<A>,
@@ -87,7 +87,7 @@ pub fn join_parts<A: Float>(
     }
 }
 
-/// How many cubes came before, of those that count to `most` and then from 0 again. What they wrote before is visible behind it.
+/// Returns how many cubes arrived before, of a counter that wraps to 0 after `most`. Their earlier writes are visible afterwards.
 #[cube]
 fn arrive(counter: u64, most: u32) -> u32 {
     let o: u32;
@@ -96,10 +96,10 @@ fn arrive(counter: u64, most: u32) -> u32 {
     o
 }
 
-/// Where the shares of a page list are joined.
+/// Tensors for joining the shares of a page list.
 #[derive(CubeType, CubeLaunch)]
 pub struct Joined {
-    /// `[batch, kv_heads, blocks of queries]`: zeros, and again afterwards.
+    /// `[batch, kv_heads, blocks of queries]`: zeros before and after a call.
     counters: Box<[u32]>,
     /// `[heads]`
     sinks: ComptimeOption<Box<[f32]>>,
@@ -108,8 +108,9 @@ pub struct Joined {
     lse: Box<[f32]>,
 }
 
-/// If this cube's share of a page list is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x` of the cube's
-/// queries, in the order of the shares, as [`merge`](crate::kernels::paged::merge::merge) has them. `head` is which head of keys of which sequence, `shared` has a number.
+/// Joins the shares of a page list if this cube's share is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and
+/// `out = Σ_x exp(lse_x − lse) · out_x` for the cube's queries, in the order of the shares, like [`merge`](crate::kernels::paged::merge::merge).
+/// `head` is the KV head counted over all sequences; `shared` has one element.
 #[cube]
 pub fn join_shares(
     from: &ShareOuts<f32>,
@@ -125,7 +126,7 @@ pub fn join_shares(
     let list_head = share.page_list * sizes.shared_heads + cube.shared_head;
     let counter = list_head * sizes.row_blocks + cube.block;
     let counter = global_address::<u32>(&to.counters[..]) + counter as u64 * 4u64;
-    // All units have written.
+    // Wait until all units have written.
     sync_cube();
     if unit == 0 {
         shared[0] = arrive(counter, share.items as u32 - 1u32);

@@ -1,10 +1,10 @@
-//! The shares of each query as one softmax.
+//! Kernel that joins the shares of each query.
 
 use blocksparse_cubecl::limits::{most_units, vector_of};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
-/// How a cube merges a row: `ways` groups of `columns` units have every `ways`-th share.
+/// Shape of a cube that merges a row: `ways` groups of `columns` units, each with every `ways`-th share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MergeTile {
     /// Units along the row.
@@ -20,7 +20,7 @@ pub struct MergeTile {
 }
 
 impl MergeTile {
-    /// The tile of rows so wide with about so many shares, on a device.
+    /// Returns the tile for rows of `value_width` elements with about `shares` shares.
     pub fn new(
         properties: &DeviceProperties,
         value_width: usize,
@@ -46,7 +46,7 @@ impl MergeTile {
         }
     }
 
-    /// Units of a cube.
+    /// Returns the units of a cube.
     pub fn units(&self) -> usize {
         self.columns * self.ways
     }
@@ -56,29 +56,29 @@ impl MergeTile {
     }
 }
 
-/// Sizes of a call.
+/// Runtime sizes of a call.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct MergeSizes {
-    /// Queries, all heads of all sequences together.
+    /// Queries of all heads and sequences.
     pub rows: usize,
-    /// Queries of a head of keys.
+    /// Queries of a KV head.
     pub group_rows: usize,
     /// Queries of a head.
     pub head_rows: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys that share a row of the table.
+    /// KV heads that share a table row.
     pub shared_heads: usize,
-    /// Where the shares of page lists are in the statistics.
+    /// Offset of the shares of page lists in the statistics.
     pub info: usize,
 }
 
-/// Shares that a unit loads together.
+/// Shares that a unit loads at a time.
 const UNROLLED: usize = 4;
 
-/// `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x`, a cube for each row, in the order of the shares.
+/// Joins the shares of each row in order: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x`, one cube per row.
 ///
-/// `partial` `[items, shared_heads, group_rows, value_width]` and `stats` as `attend` writes them; `out` `[rows, value_width]`, `lse` `[rows]`.
+/// `partial` `[items, shared_heads, group_rows, value_width]` and `stats` are the outputs of `attend`; `out` `[rows, value_width]`, `lse` `[rows]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn merge<E: Float, A: Float, N: Size>(
     partial: &[Vector<A, N>],
@@ -104,7 +104,7 @@ pub fn merge<E: Float, A: Float, N: Size>(
         let page_list = kv_head / sizes.shared_heads;
         let first = usize::cast_from(stats[sizes.info + 2 * page_list]);
         let items = usize::cast_from(stats[sizes.info + 2 * page_list + 1]);
-        // Of the first share; those of the next ones are `step` apart.
+        // Row of the first share; the rows of the next ones are `step` apart.
         let start = (first * sizes.shared_heads + kv_head % sizes.shared_heads) * sizes.group_rows
             + row % sizes.group_rows;
         let step = sizes.shared_heads * sizes.group_rows;
@@ -128,7 +128,7 @@ pub fn merge<E: Float, A: Float, N: Size>(
         }
         let mut total = (sink - top).exp();
         let mut round = 0usize;
-        // Wide rows have several vectors of a unit, and go through the shares for each.
+        // In wide rows a unit has several vectors, and iterates over the shares for each.
         let mut vector = column;
         while round < items {
             if round + unit < items {

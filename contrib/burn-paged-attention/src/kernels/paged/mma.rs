@@ -1,19 +1,20 @@
-//! The rows kernel on tensor cores: nothing but the end goes through shared memory.
+//! The kernel on tensor cores: only the final join uses shared memory.
 //!
-//! Both products have keys or numbers of values as rows and queries as columns, of which mma.sync has only eight, so that few queries waste little.
+//! In both products the rows are keys or elements of values, and the columns are queries. mma.sync has only eight columns, so few queries waste
+//! little.
 //!
 //! ```text
 //! sᵀ = K · qᵀ       16 keys × 8 queries, 16 numbers deep
 //! oᵀ = Vᵀ · pᵀ      16 numbers of values × 8 queries, 16 keys deep
 //! ```
 //!
-//! Lane `4 g + t` has of a left factor rows `g` and `g + 8`, columns `2t, 2t + 1` and `2t + 8, 2t + 9`, two in a word. The sum does not care which number
-//! of a key is which column, so a lane takes 16 bytes of a key at a time as columns of two products, and the queries are taken likewise. For values the rows
-//! may be any numbers: a lane takes 16 bytes of four keys, and words of two of them become words of two keys. Scores come out with keys along `g` and queries
-//! along `t`, and `pᵀ` is needed the other way round: `movmatrix` transposes it.
+//! Of a left operand, lane `4 g + t` holds rows `g` and `g + 8`, columns `2t, 2t + 1` and `2t + 8, 2t + 9`, two per register. The sum over a key's
+//! elements does not depend on their order, so a lane loads 16 bytes of a key as the columns of two products, and queries are permuted likewise. For
+//! values the rows may be any elements: a lane loads 16 bytes of four keys, and merges registers of two keys. Scores come out with keys along `g`
+//! and queries along `t`; `movmatrix` transposes them to `pᵀ`.
 //!
-//! Quantised numbers become pairs in half precision just before a product, the first and third of a word and the second and fourth: queries are paired likewise.
-//! Scores are multiplied by the scales of keys, and weights by those of values.
+//! Quantized elements are converted to half-precision pairs just before a product: the first and third of a word, then the second and fourth;
+//! queries are paired likewise. Scores are multiplied by the scales of keys, and weights by those of values.
 
 use cubecl::prelude::*;
 
@@ -32,18 +33,18 @@ use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX, SLACK};
 
-/// The scale of values that sums are relative to before there are any.
+/// Initial reference scale of the sums.
 const LEAST_SCALE: f32 = f32::from_bits(27 << 23);
 
-/// How much larger than what sums are relative to a scale of values must be for sums to be rescaled.
+/// Sums are rescaled once a value's scale exceeds the reference scale by this factor.
 const SCALE_SLACK: f32 = 16.0;
 
-/// ln 2.
 const LN_2: f32 = core::f32::consts::LN_2;
 
-/// As [`attend`](crate::kernels::paged::attend::attend), with numbers of keys, values and queries eight at a time. Scores are powers of two until the end.
+/// Like [`attend`](crate::kernels::paged::attend::attend), with elements of keys, values and queries in eights. Scores are base-2 logarithms until
+/// the end.
 ///
-/// `factor` is `scale · log₂ e`; with a softcap `scale / softcap`, and `bound` is `softcap · log₂ e`.
+/// `factor` is `scale · log₂ e`; with a softcap it is `scale / softcap`, and `bound` is `softcap · log₂ e`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn attend_mma<V: Size>(
     q: &[Vector<u32, Four>],
@@ -84,12 +85,12 @@ pub fn attend_mma<V: Size>(
             l[i] = 0.0f32.runtime();
         }
         let mut o = zeros::<f32, Four>(comptime!(columns * t.tiles()));
-        // The scale of values that sums are relative to: weights times scales of values alone may be subnormal in f16.
+        // Reference scale of the sums: a weight times a value's scale alone may be subnormal in f16.
         let mut unit_scale = comptime!(LEAST_SCALE).runtime();
-        // What is not loaded must be finite.
+        // Registers that no load fills must be finite.
         let mut k = zeros::<u32, Four>(comptime!(2 * t.key_loads()));
         let mut v = zeros::<u32, V>(comptime!(4 * t.value_loads()));
-        // Of the two keys that the lane's scores are of, and of their values.
+        // Scales of the two keys of the lane's scores, then of their values.
         let mut scales = Array::<f32>::new(4usize);
         let mut next_scales = Array::<f32>::new(4usize);
         #[unroll]
@@ -131,7 +132,7 @@ pub fn attend_mma<V: Size>(
                 bound,
                 t,
             );
-            // The maximum follows late, so that it rarely has to be found.
+            // The maximum is raised lazily, only once scores exceed it by more than the slack.
             if above_any(grows) != 0u32 {
                 let mut unit_shrink = 1.0f32.runtime();
                 if comptime!(t.scales_sums()) {
@@ -174,7 +175,7 @@ pub fn attend_mma<V: Size>(
     }
 }
 
-/// The lane's words of queries, each of which is a column; those behind the last query are it once more.
+/// Loads the lane's words of queries, one query per column; columns are clamped to the last query.
 #[cube]
 fn load_queries(
     q: &[Vector<u32, Four>],
@@ -192,7 +193,7 @@ fn load_queries(
         #[unroll]
         for i in 0..loads {
             if comptime!(t.quantization.is_some()) {
-                // A load of keys is two of queries.
+                // A load of quantized keys matches two of queries.
                 let x = q[row + (comptime!(i / 2 * 4) + lane.along) * 2 + comptime!(i % 2)];
                 queries[comptime!(column * loads + i)] = paired(x);
             } else {
@@ -203,7 +204,7 @@ fn load_queries(
     queries
 }
 
-/// Positions of the queries that the lane's scores are of: two of each column.
+/// Returns the positions of the queries of the lane's scores: two per column.
 #[cube]
 fn positions_of(
     lists: &PageLists,
@@ -224,7 +225,7 @@ fn positions_of(
     positions
 }
 
-/// Products of the lane's keys with the queries of each column: element `2 key + query`.
+/// Multiplies the lane's keys with the queries of each column: element `2 key + query`.
 #[cube]
 fn scores_of(
     queries: &Array<Vector<u32, Four>>,
@@ -237,7 +238,7 @@ fn scores_of(
     for i in 0..loads {
         let low = k[i];
         let high = k[comptime!(loads + i)];
-        // A product takes a word of each key that is quantised, and otherwise two.
+        // A product takes one word of each key if quantized, otherwise two.
         #[unroll]
         for part in 0..comptime!(2 * query_loads / loads) {
             let a = key_factor(low, high, part, t);
@@ -258,7 +259,7 @@ fn scores_of(
     s
 }
 
-/// Scales and bounds the scores, and gives pairs that do not count none; not 0 if a maximum, or the unit of sums, has to follow.
+/// Scales, caps and masks the scores. Returns nonzero if the maximum or the reference scale has to be raised.
 #[cube]
 fn count_scores(
     s: &mut Array<Vector<f32, Four>>,
@@ -321,7 +322,7 @@ fn count_scores(
     grows
 }
 
-/// The largest scale of values that the warp has met.
+/// Returns the largest scale of values that the warp has met.
 #[cube]
 fn largest_scale(scales: &Array<f32>, unit_scale: f32) -> f32 {
     let mut largest = unit_scale.max(scales[2].max(scales[3]));
@@ -332,7 +333,7 @@ fn largest_scale(scales: &Array<f32>, unit_scale: f32) -> f32 {
     largest
 }
 
-/// Raises maxima to those of the scores, and makes sums relative to them, and to a larger unit.
+/// Raises the maxima to those of the scores, and rescales the sums to them and to a larger reference scale.
 #[cube]
 fn raise(
     m: &mut Array<f32>,
@@ -372,7 +373,7 @@ fn raise(
     }
 }
 
-/// Weights of scores, added to their sums, as the right factors of products with values.
+/// Computes the weights of scores, adds them to the sums, and returns them as right operands of the products with values.
 #[cube]
 fn weights(
     s: &Array<Vector<f32, Four>>,
@@ -416,7 +417,7 @@ fn weights(
     p
 }
 
-/// Adds weighted values.
+/// Adds weighted values to the output.
 #[cube]
 fn weigh<V: Size>(
     p: &Array<u32>,
@@ -445,7 +446,7 @@ fn weigh<V: Size>(
     }
 }
 
-/// Writes the warp's softmax of each query.
+/// Writes the warp's softmax state of each query.
 #[cube]
 fn store_sums(
     parts: &mut Parts<f32>,
@@ -476,7 +477,7 @@ fn store_sums(
             #[unroll]
             for tile in 0..comptime!(t.tiles()) {
                 let x = o[comptime!(column * t.tiles() + tile)];
-                // A lane has two numbers of each tile of a load.
+                // A lane has two adjacent elements of each tile of a load.
                 let of_load = comptime!(t.tiles() / t.value_loads());
                 let number = comptime!(tile / of_load * t.value_elements() + tile % of_load * 2)
                     + lane.across * comptime!(2 * of_load);
@@ -493,8 +494,8 @@ fn store_sums(
     }
 }
 
-/// The page of a step, the same for all lanes of a warp; or of pages that are shorter than a step the slots among all of the keys that a lane loads, and 1, or 0
-/// of those that do not count: two keys, and four of which it loads the values.
+/// Finds the page of a step, the same for all lanes of a warp. If pages are shorter than a step, finds instead, for each key that a lane loads, its
+/// slot among those of all pages plus 1, or 0 if unused: two for keys, then four for values.
 #[cube]
 fn find(
     lists: &PageLists,
@@ -504,7 +505,7 @@ fn find(
     #[comptime] t: MmaTile,
 ) {
     if comptime!(t.apart()) {
-        // Each of sixteen lanes looks for one.
+        // Each of sixteen lanes finds one.
         let lane = UNIT_POS % 32;
         let slot = at + (lane % 16) as usize;
         let found: Found = page_at(lists, pages, slot, comptime!(t.page_list_shape()));

@@ -1,4 +1,4 @@
-//! What the lanes of a warp load, and what of it is a factor of a product.
+//! Loads of a warp's lanes, and their conversion to operands.
 
 use blocksparse::Quantization;
 use cubecl::prelude::*;
@@ -8,7 +8,7 @@ use crate::kernels::paged::page_list::{CubePages, Scales, stored_page};
 use blocksparse_cubecl::arch::ptx::{Half, merge_words, multiply_add_pair};
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// Where a lane is: `4 across + along` in its warp.
+/// Coordinates of a lane: `4 across + along` in its warp.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Lane {
     pub warp: usize,
@@ -16,13 +16,13 @@ pub(crate) struct Lane {
     pub along: usize,
 }
 
-/// The slot of a step's page that stands for one: slots that do not count are the next that does, because their numbers must be finite.
+/// Clamps a slot to the used ones of a step's page, because the contents of others might not be finite.
 #[cube]
 fn stand_in(page: &Array<u32>, slot: usize) -> usize {
     min(max(slot as u32, page[1]), page[2] - 1u32) as usize
 }
 
-/// The words of a query as numbers of a quantised word come: the first and third of four, the second and fourth.
+/// Permutes a query to the order of quantized elements: the first and third of four, then the second and fourth.
 #[cube]
 pub(crate) fn paired(x: Vector<u32, Four>) -> Vector<u32, Four> {
     let mut pairs = Vector::<u32, Four>::zeroed();
@@ -36,7 +36,7 @@ pub(crate) fn paired(x: Vector<u32, Four>) -> Vector<u32, Four> {
     pairs
 }
 
-/// The left factor of product `part` of a load of two keys.
+/// Returns the left operand of product `part` for a load of two keys.
 #[cube]
 pub(crate) fn key_factor(
     low: Vector<u32, Four>,
@@ -67,7 +67,7 @@ pub(crate) fn key_factor(
     a
 }
 
-/// The left factor of product `part` of load `i` of values.
+/// Returns the left operand of product `part` for load `i` of values.
 #[cube]
 pub(crate) fn value_factor<V: Size>(
     v: &Array<Vector<u32, V>>,
@@ -81,7 +81,7 @@ pub(crate) fn value_factor<V: Size>(
     let mut a = Vector::<u32, Four>::zeroed();
     #[unroll]
     for half in 0..2usize {
-        // Two keys that follow each other.
+        // Two adjacent keys.
         let x = v[comptime!(2 * half * loads + i)].extract(word);
         let y = v[comptime!((2 * half + 1) * loads + i)].extract(word);
         if quantised {
@@ -103,7 +103,7 @@ pub(crate) fn value_factor<V: Size>(
     a
 }
 
-/// The scales of keys `across` and `across + 8`, and of their values.
+/// Loads the scales of keys `across` and `across + 8`, and of their values.
 #[cube]
 pub(crate) fn load_scales(
     of: &ComptimeOption<Scales>,
@@ -137,7 +137,7 @@ pub(crate) fn load_scales(
     }
 }
 
-/// Words of keys `across` and `across + 8`: every fourth 16 bytes from `along` on.
+/// Loads words of keys `across` and `across + 8`: every fourth 16 bytes from `along` on.
 #[cube]
 pub(crate) fn load_keys(
     keys: &[Vector<u32, Four>],
@@ -175,7 +175,7 @@ pub(crate) fn load_keys(
     }
 }
 
-/// Words of the values of keys `2 along`, `2 along + 1` and those 8 further: every eighth 16 bytes from `across` on.
+/// Loads words of the values of keys `2 along`, `2 along + 1` and those 8 further: every eighth 16 bytes from `across` on.
 #[cube]
 pub(crate) fn load_values<V: Size>(
     values: &[Vector<u32, V>],
@@ -214,7 +214,7 @@ pub(crate) fn load_values<V: Size>(
     }
 }
 
-/// The first and the third number of a word, or the second and the fourth, without their scale.
+/// Converts the first and third element of a word, or the second and fourth, unscaled.
 ///
 /// ```text
 /// int8    (2ⁿ + low seven bits) − (2ⁿ + 128 · sign)      2ⁿ: bits of the numbers are its last ones
@@ -234,7 +234,7 @@ pub fn decode_pair(
     let size = x & 0x007f_007fu32;
     let sign = x & 0x0080_0080u32;
     if comptime!(quantization == Quantization::Int8) {
-        // 128 and 1024, −1.
+        // 128 or 1024, and −1.
         let base = comptime!(both(half, [0x4300, 0x6400]));
         let minus = comptime!(both(half, [0xbf80, 0xbc00])).runtime();
         multiply_add_pair(sign | base, minus, size | base, half)
@@ -243,14 +243,14 @@ pub fn decode_pair(
             Half::Bf16 => 4u32,
             Half::F16 => 7u32,
         });
-        // 2¹²⁰ and 2⁸, −0.
+        // 2¹²⁰ or 2⁸, and −0.
         let power = comptime!(both(half, [0x7b80, 0x5c00])).runtime();
         let zero = 0x8000_8000u32.runtime();
         multiply_add_pair((size << shift) | (sign << 8u32), power, zero, half)
     }
 }
 
-/// Twice the bits of a number, of bf16 or of f16.
+/// Returns two copies of the bits of a bf16 or f16 number.
 fn both(half: Half, [bf16, f16]: [u32; 2]) -> u32 {
     match half {
         Half::Bf16 => bf16 << 16 | bf16,

@@ -1,4 +1,4 @@
-//! How a cube attends on tensor cores.
+//! Comptime shape of the kernel on tensor cores.
 
 use cubecl::prelude::*;
 
@@ -11,58 +11,58 @@ use blocksparse_cubecl::tensor::half_of;
 
 /// Keys of a warp at a time: the rows of an mma.sync.
 pub const KEYS: usize = 16;
-/// Queries side by side: its columns.
+/// Queries of a product: the columns of an mma.sync.
 pub const QUERIES: usize = 8;
-/// Numbers in half precision of a key that the four lanes of a row load at a time.
+/// Half-precision elements of a key that the four lanes of a row load at a time.
 pub const KEY_ELEMENTS: usize = 32;
-/// Numbers in half precision of a value that the eight lanes of a row load at a time.
+/// Half-precision elements of a value that the eight lanes of a row load at a time.
 pub const VALUE_ELEMENTS: usize = 64;
 /// Units of a warp.
 const WARP: usize = 32;
-/// Columns of queries of a cube, at most.
+/// Most columns of queries of a cube.
 const MOST_COLUMNS: usize = 2;
-/// Registers of a unit for what is loaded, kept and summed, at most.
+/// Most registers of a unit for loads, queries and accumulators.
 const MOST_REGISTERS: usize = 180;
-/// With no more of them a multiprocessor has three cubes at a time, otherwise two.
+/// With at most this many, three cubes are resident on a multiprocessor, otherwise two.
 const FEW_REGISTERS: usize = 116;
-/// Shares that a unit loads together, where a cube joins them.
+/// Shares that a unit loads at a time when a cube joins them.
 pub const UNROLLED: usize = 16;
 /// Rounds of loads that take as long as a launch.
 const MOST_ROUNDS: usize = 8;
-/// Warps of a cube: few, so that others load while one begins and ends.
+/// Warps of a cube: few, so that other cubes load while one begins or ends.
 const WARPS: usize = 4;
 
-/// How a cube attends on tensor cores: warps have keys of their own, and all queries of the cube.
+/// Comptime shape of a cube on tensor cores: each warp has its own keys, and all queries of the cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaTile {
     /// Elements of a key.
     pub width: usize,
     /// Elements of a value.
     pub value_width: usize,
-    /// The type of all of them, or of what they are computed with.
+    /// Half-precision dtype of the elements, or of the products if quantized.
     pub half: Half,
-    /// How keys and values are stored in eight bits a number, if they are.
+    /// Element type of quantized keys and values.
     pub quantization: Option<Quantization>,
-    /// Queries of a cube in eights.
+    /// Queries of a cube, in units of 8.
     pub columns: usize,
     /// Warps of a cube.
     pub warps: usize,
-    /// Cubes that a multiprocessor has at a time.
+    /// Cubes that are resident on a multiprocessor.
     pub cubes: usize,
     /// Slots of a page, a power of two.
     pub page: usize,
-    /// Whether scores are bounded.
+    /// Whether scores have a softcap.
     pub softcap: bool,
     /// Whether slots have positions.
     pub visibility: bool,
-    /// Whether entries of the table are selected.
+    /// Whether table entries are selected.
     pub selected: bool,
     /// Whether the cube that ends last joins the shares of a page list.
     pub fused: bool,
 }
 
 impl MmaTile {
-    /// The tile of a call, or why tensor cores do not take it.
+    /// Returns the tile of a call, or why tensor cores do not support it.
     pub fn new(properties: &DeviceProperties, shape: &PagedShape) -> Result<Self, &'static str> {
         check_ampere(properties)?;
         let half = half_of(shape.dtype)?;
@@ -70,7 +70,7 @@ impl MmaTile {
         if !width.is_multiple_of(KEY_ELEMENTS) || !value_width.is_multiple_of(VALUE_ELEMENTS) {
             return Err("the width of keys is no multiple of 32, or that of values none of 64");
         }
-        // A load has twice as many numbers, and a register, too.
+        // Quantized elements take half the bytes: a load has twice as many.
         let (key_elements, smaller) = match shape.quantization {
             Some(_) => (2 * KEY_ELEMENTS, 2),
             None => (KEY_ELEMENTS, 1),
@@ -81,7 +81,7 @@ impl MmaTile {
         if shape.page < KEYS && shape.visibility {
             return Err("pages whose slots have positions have fewer than 16 slots");
         }
-        // Slots of short pages are numbers of 32 bits, of which one is none.
+        // Slots of short pages are 32-bit indices, and one value means none.
         if shape.page < KEYS && u32::try_from(shape.pages * shape.page + 1).is_err() {
             return Err("pages of fewer than 16 slots have too many slots");
         }
@@ -118,8 +118,8 @@ impl MmaTile {
         })
     }
 
-    /// The same that joins so many shares of a page list itself, if it can and that takes less time than another launch. The units of its cube have to do all of
-    /// it, and the loads of a round come back together.
+    /// Enables joining of `shares` shares of a page list in the same launch, if counters are present and that takes less time than another launch.
+    /// One cube does it all; the loads of a round are in flight together.
     #[must_use]
     pub fn joining(mut self, shape: &PagedShape, shares: usize) -> Self {
         let rows = shape.group_rows().min(self.rows());
@@ -128,17 +128,17 @@ impl MmaTile {
         self
     }
 
-    /// Whether pages are shorter than what a warp has at a time, so that each key has a page of its own.
+    /// Returns whether pages are shorter than the keys of a warp, so that each key has its own page.
     pub fn apart(&self) -> bool {
         self.page < KEYS
     }
 
-    /// Words that say where a step's keys are: of one page, or of each of six keys that a lane loads.
+    /// Returns the words that locate a step's keys: one page, or the six keys that a lane loads.
     pub fn place_words(&self) -> usize {
         if self.apart() { 6 } else { 3 }
     }
 
-    /// What is known of its page lists.
+    /// Returns the comptime properties of its page lists.
     pub fn page_list_shape(&self) -> PageListShape {
         PageListShape {
             units: self.units(),
@@ -147,17 +147,17 @@ impl MmaTile {
         }
     }
 
-    /// Units of a cube.
+    /// Returns the units of a cube.
     pub fn units(&self) -> usize {
         self.warps * WARP
     }
 
-    /// Queries of a cube.
+    /// Returns the queries of a cube.
     pub fn rows(&self) -> usize {
         self.columns * QUERIES
     }
 
-    /// Elements of a key that the four lanes of a row load at a time.
+    /// Returns the elements of a key that the four lanes of a row load at a time.
     pub fn key_elements(&self) -> usize {
         match self.quantization {
             Some(_) => 2 * KEY_ELEMENTS,
@@ -165,7 +165,7 @@ impl MmaTile {
         }
     }
 
-    /// Elements of a value that the eight lanes of a row load at a time.
+    /// Returns the elements of a value that the eight lanes of a row load at a time.
     pub fn value_elements(&self) -> usize {
         match self.quantization {
             Some(_) => 32 * self.value_words(),
@@ -173,7 +173,7 @@ impl MmaTile {
         }
     }
 
-    /// Words that a lane loads at a time of a value: 16 bytes, or 8 where quantised values are too narrow for that.
+    /// Returns the words that a lane loads of a value at a time: 16 bytes, or 8 if quantized values are too narrow.
     pub fn value_words(&self) -> usize {
         match self.quantization {
             Some(_) if !self.value_width.is_multiple_of(2 * VALUE_ELEMENTS) => 2,
@@ -181,37 +181,38 @@ impl MmaTile {
         }
     }
 
-    /// Loads of a lane for a key.
+    /// Returns the loads of a lane for a key.
     pub fn key_loads(&self) -> usize {
         self.width / self.key_elements()
     }
 
-    /// Loads of a lane for a query.
+    /// Returns the loads of a lane for a query.
     pub fn query_loads(&self) -> usize {
         self.width / KEY_ELEMENTS
     }
 
-    /// Loads of a lane for a value.
+    /// Returns the loads of a lane for a value.
     pub fn value_loads(&self) -> usize {
         self.value_width / self.value_elements()
     }
 
-    /// Products that make up a value: sixteen numbers of it each.
+    /// Returns the products that make up a value, each of sixteen elements.
     pub fn tiles(&self) -> usize {
         self.value_width / 16
     }
 
-    /// Whether sums are relative to the largest scale of values so far: f16 has too few exponents for weights times any scale.
+    /// Returns whether sums are relative to the largest scale of values so far: the exponent range of f16 is too small for weights times arbitrary
+    /// scales.
     pub fn scales_sums(&self) -> bool {
         self.quantization.is_some() && self.half == Half::F16
     }
 
-    /// The softmaxes that a cube joins: how many, of queries, of values so wide, and by units.
+    /// Returns the sizes for joining: parts, queries, value width, and units.
     pub fn parts(&self) -> [usize; 4] {
         [self.warps, self.rows(), self.value_width, self.units()]
     }
 
-    /// Bytes of shared memory.
+    /// Returns the bytes of shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.warps * self.rows() * (self.value_width + 2) * 4 + self.units() * 8
     }

@@ -1,8 +1,8 @@
-//! Attention of few queries to keys and values in pages, as decoding needs it.
+//! Attention of few queries to keys and values in pages, for decoding.
 //!
-//! The queries of the heads that share a head of keys are rows of one matrix, so that keys are read once for all of them. A sequence's page list
-//! is cut into shares; lengths are on the device, so cubes find out there which share is theirs (`page_list`), and a launch depends on shapes alone. Each
-//! share is a softmax of its own, and a second launch joins them.
+//! The queries of the heads that share a KV head are rows of one matrix, so that keys are read once for all of them. A sequence's page list is cut
+//! into shares (split-KV). Lengths are on the device, so cubes find their shares there (`page_list`), and a launch depends on shapes alone. Each
+//! share has its own softmax; a second launch joins them.
 //!
 //! ```text
 //! tile       how a cube shares keys among units          page_list shares of page lists, and their pages

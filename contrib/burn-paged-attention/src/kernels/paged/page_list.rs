@@ -1,53 +1,53 @@
-//! Which slots a cube reads: its share of a page list, and the pages of that.
+//! Slots that a cube reads: its share of a page list, and the pages of the share.
 
 // Kernels have no iterators over shared memory.
 #![allow(clippy::needless_range_loop)]
 
 use cubecl::prelude::*;
 
-/// What is known of page lists when a kernel is compiled.
+/// Comptime properties of page lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageListShape {
     /// Units of a cube.
     pub units: usize,
     /// Slots of a page, a power of two.
     pub page: usize,
-    /// Whether entries of the table are selected.
+    /// Whether table entries are selected.
     pub selected: bool,
 }
 
-/// Sizes of a call that kernels get as numbers.
+/// Runtime sizes of a call.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Sizes {
-    /// Rows of the table, over all sequences.
+    /// Table rows of all sequences.
     pub page_lists: usize,
-    /// Rows of the table of a sequence.
+    /// Table rows of a sequence.
     pub tables: usize,
-    /// Heads of keys that share a row of the table.
+    /// KV heads that share a table row.
     pub shared_heads: usize,
-    /// Entries of a row of the table.
+    /// Entries of a table row.
     pub entries: usize,
-    /// Entries that are selected.
+    /// Number of selected entries.
     pub selected: usize,
     /// Pages of the pool.
     pub pages: usize,
-    /// Queries of a head of keys.
+    /// Queries of a KV head.
     pub group_rows: usize,
     /// Queries of a head.
     pub rows: usize,
-    /// Cubes that share the queries of a head of keys.
+    /// Cubes that split the queries of a KV head.
     pub row_blocks: usize,
-    /// Shares that all page lists are cut into: besides one for each page list, or at most, if there is a wave.
+    /// Number of shares besides one per page list; the most in total if `wave` is set.
     pub work: usize,
-    /// Shares that the device computes at a time, if cubes are to choose how long shares are. Otherwise 0.
+    /// Shares that the device computes at a time, if cubes choose the length of shares. Otherwise 0.
     pub wave: usize,
-    /// Pages of a share. 0: as `work` says.
+    /// Pages of a share; 0: derived from `work`.
     pub split: usize,
-    /// Where the shares of page lists are in the statistics, behind every lse.
+    /// Offset of the shares of page lists in the statistics, after every lse.
     pub info: usize,
 }
 
-/// What a kernel gets of the page lists of a call.
+/// Page lists of a call.
 #[derive(CubeType, CubeLaunch)]
 pub struct PageLists {
     /// `[batch, tables, entries]`
@@ -68,25 +68,25 @@ pub struct Visibility {
     pub queries: Box<[i32]>,
 }
 
-/// The scales of keys and values, `[pages, page]`, f32.
+/// Scales of keys and values, `[pages, page]`, f32.
 #[derive(CubeType, CubeLaunch)]
 pub struct Scales {
     pub keys: Box<[f32]>,
     pub values: Box<[f32]>,
 }
 
-/// Which cube of a share this is.
+/// Coordinates of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub struct Cube {
-    /// The share.
+    /// Index of the share.
     pub item: usize,
-    /// Which of the heads that share an entry of the table.
+    /// Head among those that share a table entry.
     pub shared_head: usize,
-    /// Which part of the queries.
+    /// Block of queries.
     pub block: usize,
 }
 
-/// Where this cube is in a launch: queries change first, then heads, so that neighbours read the same pages.
+/// Returns the coordinates of this cube. Queries are innermost, then heads, so that adjacent cubes read the same pages.
 #[cube]
 pub fn cube_of(sizes: &Sizes) -> Cube {
     Cube {
@@ -99,19 +99,17 @@ pub fn cube_of(sizes: &Sizes) -> Cube {
 /// A share of a page list: pages `first .. first + pages`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Share {
-    /// The row of the table; all rows if the cube has no share.
+    /// Table row; the number of all rows if the cube has no share.
     pub page_list: usize,
-    /// The first page.
     pub first: usize,
-    /// Pages.
     pub pages: usize,
-    /// The first share of the page list.
+    /// Index of the page list's first share.
     pub first_item: usize,
-    /// Shares of the page list.
+    /// Number of shares of the page list.
     pub items: usize,
 }
 
-/// Pages of a page list.
+/// Counts the pages of a page list.
 #[cube]
 fn pages_of(spans: &[i32], page_list: usize, sizes: &Sizes, #[comptime] t: PageListShape) -> usize {
     let mut pages = sizes.selected;
@@ -119,24 +117,24 @@ fn pages_of(spans: &[i32], page_list: usize, sizes: &Sizes, #[comptime] t: PageL
         let span = span_of(spans, page_list, t);
         let timed = (span.end + comptime!(t.page - 1)) / comptime!(t.page) - span.first_page;
         pages = span.permanent_pages + select(span.end > span.start, timed, 0usize);
-        // What is beyond the table has no pages.
+        // Slots beyond the table have no pages.
         pages = min(pages, sizes.entries);
     }
     pages
 }
 
-/// Numbers of shares that cubes choose from.
+/// Number of share lengths that cubes choose from.
 pub const CANDIDATES: usize = 32;
-/// Slots that take as long as a share's beginning and end.
+/// Number of slots that take as long as the beginning and end of a share.
 const SHARE_SLOTS: usize = 96;
 
-/// Units that look at one number of shares each.
+/// Returns the number of units that evaluate one candidate each.
 fn candidates(t: &PageListShape) -> usize {
     CANDIDATES.min(t.units)
 }
 
-/// Pages of a share, so that waves of shares are full: of some numbers of shares up to `work` the one that takes the least time. There are no more page lists than
-/// units; `own` is the pages of the unit's.
+/// Chooses the pages of a share so that waves of shares are full: the candidate number of shares, up to `work`, that takes the least time. There are
+/// no more page lists than units; `own` is the number of pages of the unit's list.
 ///
 /// ```text
 /// length = max(⌈Σ pages / (work · (c + 1) / candidates)⌉, least)        c = 0 .. candidates
@@ -157,7 +155,7 @@ fn chosen_length(
     let length = candidate_length(total, unit % candidates, sizes, t);
     shared[unit] = own as u32;
     sync_cube();
-    // Each candidate's shares, counted by several units.
+    // Several units count each candidate's shares.
     let mut items = 0usize;
     let mut page_list = unit / candidates;
     if page_list < parts {
@@ -181,7 +179,7 @@ fn chosen_length(
             waves as f32 * slots as f32,
             f32::new(f32::MAX),
         );
-        // Positive numbers are in the order of their bits.
+        // Positive floats are ordered like their bits.
         shared[unit] = u32::reinterpret(time);
     }
     sync_cube();
@@ -209,7 +207,7 @@ fn candidate_length(
     max(length, comptime!(least_pages(t.page)))
 }
 
-/// The share `item` of all page lists, in order. Every unit of the cube gets here; `shared` has two numbers for each.
+/// Finds share `item` of all page lists, in order. All units of the cube must call it; `shared` has two elements per unit.
 ///
 /// ```text
 /// most = max(⌈Σ pages / work⌉, least)        pages of a share, or [`chosen_length`]; `split`, if it is given
@@ -232,7 +230,7 @@ pub fn share_of(
     let mut own = 0usize;
     if sizes.split == 0 {
         let mut total = 0usize;
-        // The first round comes last, so that the unit has its pages once more.
+        // Round 0 comes last, so that `own` ends as the length of the unit's own list.
         for round in 0..rounds {
             let start = (rounds - 1 - round) * units;
             own = 0usize;
@@ -287,7 +285,7 @@ pub fn share_of(
         sync_cube();
     }
     if share.items > 0 {
-        // As long as each other, in whole steps of a cube.
+        // Equally long, in whole steps of a cube.
         let mut length = share.pages.div_ceil(share.items);
         if sizes.split > 0 {
             length = sizes.split;
@@ -300,25 +298,23 @@ pub fn share_of(
     share
 }
 
-/// Pages of a share, at least: 64 slots.
+/// Returns the least number of pages of a share: 64 slots.
 pub fn least_pages(page: usize) -> usize {
     (64 / page).max(1)
 }
 
-/// The regions of a page list.
+/// Regions of a page list.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
-    /// Slots of region one.
     pub permanent: usize,
-    /// Pages of region one.
     pub permanent_pages: usize,
     /// Entry of the first page of region two.
     pub entry: usize,
     /// First slot of region two.
     pub start: usize,
-    /// The slot behind its last.
+    /// End of the slots of region two.
     pub end: usize,
-    /// Its first page that has a slot.
+    /// First page of region two with a used slot.
     pub first_page: usize,
 }
 
@@ -338,31 +334,30 @@ pub fn span_of(spans: &[i32], page_list: usize, #[comptime] t: PageListShape) ->
     }
 }
 
-/// A page of a page list: slots `from .. to` of it.
+/// A page of a page list, with its used slots `from .. to`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Place {
-    /// Whether there is such a page, with slots that count.
+    /// Whether the page exists and has used slots.
     pub exists: bool,
-    /// Its number in the table.
+    /// Its index in the pool's table space.
     pub id: usize,
-    /// The first slot.
+    /// First slot.
     pub from: usize,
-    /// The slot behind the last.
+    /// End of the slots.
     pub to: usize,
 }
 
-/// Of which head of which sequence a page list is.
+/// Location of a page list.
 #[derive(CubeType, Clone, Copy)]
 pub struct PageList {
-    /// The regions.
     pub span: Span,
-    /// Its first entry in the table.
+    /// Offset of its first entry in the table.
     pub table: usize,
-    /// Its first selected entry.
+    /// Offset of its first selected entry.
     pub selected: usize,
 }
 
-/// Page `page` of a page list.
+/// Returns page `page` of a page list.
 #[cube]
 pub fn place_of(
     lists: &PageLists,
@@ -386,7 +381,7 @@ pub fn place_of(
     let mut to = span.permanent;
     if entry >= span.permanent_pages {
         exists = exists && entry >= span.entry;
-        // Below entries of the region this wraps, and nothing comes of it.
+        // The bound avoids wrapping before region two; `exists` is false there.
         first = (max(entry, span.entry) - span.entry) * comptime!(t.page);
         from = max(span.start, first) - first;
         to = span.end;
@@ -408,26 +403,25 @@ pub fn place_of(
     }
 }
 
-/// Where a cube reads.
+/// Region that a cube reads.
 #[derive(CubeType, Clone, Copy)]
 pub struct CubePages {
-    /// Of which sequence and head.
     pub page_list: PageList,
-    /// The first page of the share.
+    /// First page of the share.
     pub first_page: usize,
     /// Slots of the share.
     pub slots: usize,
-    /// Which of the heads that share an entry, and how many they are.
+    /// Head among those that share an entry, and their number.
     pub shared_head: usize,
     pub shared_heads: usize,
-    /// Of which sequence, and which head of keys of all sequences.
+    /// Sequence, and KV head counted over all sequences.
     pub batch: usize,
     pub head: usize,
-    /// The first query of the head's.
+    /// First query of the cube within the head.
     pub first_row: usize,
 }
 
-/// Where a cube of so many queries reads.
+/// Returns the region that a cube of `rows` queries reads.
 #[cube]
 pub fn pages_of_cube(
     lists: &PageLists,
@@ -458,26 +452,26 @@ pub fn pages_of_cube(
     }
 }
 
-/// Where the cube's part of a page of the table is among all pages; `id` is its number and 1.
+/// Returns the stored page of the cube's head for a table entry; `id` is the entry plus 1.
 #[cube]
 pub fn stored_page(pages: &CubePages, id: u32) -> usize {
     (id - 1u32) as usize * pages.shared_heads + pages.shared_head
 }
 
-/// A row of queries of the head; those behind the last are it once more.
+/// Returns a row of queries of the head, clamped to the last one.
 #[cube]
 pub fn query_row(row: usize, pages: &CubePages, sizes: &Sizes) -> usize {
     min(pages.first_row + row, sizes.group_rows - 1)
 }
 
-/// The position of a slot, and of the last query that sees it.
+/// Position of a slot, and of the last query that sees it.
 #[derive(CubeType, Clone, Copy)]
 pub struct Sight {
     pub from: i32,
     pub to: i32,
 }
 
-/// Those of a slot of a page; one that does not count may have none.
+/// Reads the visibility of a slot of a page; slots with `counts` false may be invalid.
 #[cube]
 pub fn sight_of(
     visibility: &ComptimeOption<Visibility>,
@@ -498,15 +492,15 @@ pub fn sight_of(
 /// A page of a step.
 #[derive(CubeType, Clone, Copy)]
 pub struct Found {
-    /// Its number in the table and 1, or 0: there is none.
+    /// Its table entry plus 1; 0: none.
     pub id: u32,
-    /// The first slot that counts.
+    /// First used slot.
     pub from: u32,
-    /// The slot behind the last.
+    /// End of the used slots.
     pub to: u32,
 }
 
-/// The page of a slot of the share.
+/// Returns the page of a slot of the share.
 #[cube]
 pub fn page_at(
     lists: &PageLists,

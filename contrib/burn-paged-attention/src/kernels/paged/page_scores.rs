@@ -1,4 +1,4 @@
-//! Scores of pages, by what is known of each.
+//! Scores of pages by their summaries.
 //!
 //! ```text
 //! bounds   x[J] = f · Σ_h Σ_c max(q[h,c] · most[J,c], q[h,c] · least[J,c])
@@ -6,8 +6,8 @@
 //! mean     x[J] = Σ_c (f · Σ_h q[h,c]) · mean[J,c]
 //! ```
 //!
-//! So the queries of the heads `h` that share a head of keys are one row, and a summary is read once for all of them. A cube has some pages of one head of
-//! keys: neighbouring units, the lanes, share a page, and what they have of its sum meets in shared memory, once for all pages of the cube.
+//! Thus the queries of the heads `h` that share a KV head become one row, and a summary is read once for all of them. A cube has some pages of one
+//! KV head. Adjacent units, the lanes, share a page; their partial sums meet in shared memory, once for all pages of the cube.
 
 use crate::kernels::paged::summary::check_float;
 use blocksparse_cubecl::limits::{most_units, vector_of};
@@ -16,23 +16,23 @@ use burn_sparse_select::PageSummary;
 
 /// Units of a cube.
 const UNITS: usize = 256;
-/// Units of a page, at most.
+/// Most units of a page.
 const MOST_LANES: usize = 16;
-/// Pages of a unit, at most.
+/// Most pages of a unit.
 const ROUNDS: usize = 8;
 
-/// What a call is: one query of each head for each page list.
+/// Shape of a call: one query of each head per page list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageScoreShape {
-    /// Page lists, of sequences or queries of them.
+    /// Number of page lists, one per sequence or per query.
     pub batch: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys.
+    /// Number of KV heads.
     pub kv_heads: usize,
-    /// Rows of the table of a page list: 1 or `kv_heads`.
+    /// Table rows of a page list: 1 or `kv_heads`.
     pub tables: usize,
-    /// Entries of a row of the table.
+    /// Entries of a table row.
     pub entries: usize,
     /// Pages of the pool.
     pub pages: usize,
@@ -40,15 +40,15 @@ pub struct PageScoreShape {
     pub page: usize,
     /// Width of keys.
     pub width: usize,
-    /// The type of queries.
+    /// Dtype of queries.
     pub dtype: ElemType,
-    /// What is known of pages.
+    /// Kind of summary.
     pub summary: PageSummary,
-    /// In which type.
+    /// Dtype of summaries.
     pub summary_dtype: ElemType,
 }
 
-/// What is compiled into the kernel.
+/// Comptime shape of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Scored {
     summary: PageSummary,
@@ -65,22 +65,22 @@ struct Scored {
 }
 
 impl Scored {
-    /// Pages that a cube has at a time.
+    /// Returns the pages that a cube processes at a time.
     fn groups(&self) -> usize {
         self.units / self.lanes
     }
 
-    /// Pages of a cube.
+    /// Returns the pages of a cube.
     fn pages(&self) -> usize {
         self.groups() * self.rounds
     }
 
-    /// Vectors of a lane of each row of a summary, at most.
+    /// Returns the most vectors of a lane, for each row of a summary.
     fn lane_vectors(&self) -> usize {
         self.vectors.div_ceil(self.lanes)
     }
 
-    /// Elements of shared memory between the sums of pages: odd, so that units that add up pages meet different banks.
+    /// Returns the stride of pages in shared memory: odd, so that units that add up different pages use different banks.
     fn pitch(&self) -> usize {
         self.lanes + 1
     }
@@ -88,10 +88,10 @@ impl Scored {
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Page lists and heads of keys.
+    /// Page lists times KV heads.
     rows: usize,
     kv_heads: usize,
-    /// Heads of queries of a head of keys.
+    /// Query heads of a KV head.
     group: usize,
     tables: usize,
     entries: usize,
@@ -100,7 +100,7 @@ struct Sizes {
     chunks: usize,
 }
 
-/// Scores `[batch, kv_heads, entries]` of the pages that page lists have; nothing is written behind them.
+/// Computes scores `[batch, kv_heads, entries]` of the pages of page lists; elements after them are not written.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn score<Q: Float, S: Float, N: Size>(
     q: &[Vector<Q, N>],
@@ -113,7 +113,7 @@ fn score<Q: Float, S: Float, N: Size>(
     #[comptime] t: Scored,
     #[define(Q, S)] _types: [ElemType; 2],
 ) {
-    // Heads are neighbours, as their pages are.
+    // Heads are innermost, because their pages are adjacent.
     let head = CUBE_POS % sizes.kv_heads;
     let chunk = CUBE_POS / sizes.kv_heads % sizes.chunks;
     let batch = CUBE_POS / sizes.kv_heads / sizes.chunks;
@@ -136,7 +136,7 @@ fn score<Q: Float, S: Float, N: Size>(
         let shared_heads = sizes.kv_heads / sizes.tables;
         let shared_head = head % shared_heads;
 
-        // Pages before anything else: what they lead to is on the longest way.
+        // Page indices first: the loads of summaries depend on them.
         let mut ids = Array::<u32>::new(comptime!(t.rounds));
         #[unroll]
         for round in 0..comptime!(t.rounds) {
@@ -238,16 +238,16 @@ pub struct PageScoreBuffers<'a> {
     pub q: &'a Handle,
     /// `[pages, rows of a summary, width]`
     pub summaries: &'a Handle,
-    /// `[batch, tables, entries]`, as attention over pages has it.
+    /// `[batch, tables, entries]`, as in paged attention.
     pub table: &'a Handle,
-    /// `[batch, tables, 4]`, of which the slots of region one count.
+    /// `[batch, tables, 4]`; only region one is used.
     pub spans: &'a Handle,
     /// `[batch, kv_heads, entries]`, f32.
     pub scores: &'a Handle,
 }
 
-/// The scores of the pages of region one of page lists, times `factor`, added over the heads of queries of a head of keys. Behind the pages of a page list nothing is
-/// written. Pages that do not exist have the score 0.
+/// Computes the scores of the pages of region one of page lists, times `factor`, summed over the query heads of a KV head. Elements after the pages
+/// of a page list are not written. Pages that do not exist have score 0.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the pages or lacks a dtype.
@@ -274,7 +274,7 @@ pub fn page_scores(
         page: shape.page,
     };
     let rows = shape.batch * shape.kv_heads;
-    // Fewer pages of a cube where there are few, so that more of the device reads them.
+    // Fewer pages per cube if there are few pages, so that more multiprocessors take part.
     let multiprocessors = properties.hardware.num_streaming_multiprocessors;
     let wanted = multiprocessors.unwrap_or(1) as usize * 4;
     while tile.rounds > 1 && rows * shape.entries.div_ceil(tile.pages()) < wanted {
@@ -288,7 +288,7 @@ pub fn page_scores(
         rows * shape.entries,
         page_lists * shape.entries,
     ];
-    // Numbers of pages are 32 bits wide, and one of them is none.
+    // Page indices have 32 bits, and one value means none.
     if u32::try_from(shape.pages + 1).is_err() {
         return Err(KernelError::limit("pages", u32::MAX, shape.pages));
     }
@@ -297,8 +297,8 @@ pub fn page_scores(
     if rows * shape.entries * shape.pages == 0 {
         return Ok(());
     }
-    // SAFETY: a cube below the rows times their chunks reads the queries of its row, entries of its page list and summaries of pages below `pages`, and
-    // writes scores of its row; the buffers have the lengths they say.
+    // SAFETY: a cube below rows times chunks reads the queries of its row, entries of its page list and summaries of pages below `pages`, and writes
+    // scores of its row; the buffers have the stated lengths.
     unsafe {
         score::launch_unchecked(
             client,

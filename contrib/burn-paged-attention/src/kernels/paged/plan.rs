@@ -1,4 +1,4 @@
-//! How a call is launched.
+//! Launch plan of a call.
 
 use std::fmt;
 
@@ -18,15 +18,15 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::accumulator_of;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
-/// Multiprocessors of a device that does not say.
+/// Assumed number of multiprocessors if the device does not report it.
 const MULTIPROCESSORS: usize = 16;
-/// Bytes of partial outputs besides one for each query, at most.
+/// Most bytes of partial outputs, besides one output per query.
 const PARTIAL_BYTES: usize = 16 << 20;
-/// Of this many cubes at a time for each page list, a single wave of them is wanted. With fewer a wave would leave too many idle.
+/// With at least this many cubes at a time per page list, a single wave is best. With fewer, a single wave would leave too many cubes idle.
 const SINGLE_WAVE: usize = 4;
 
-/// Shares of several page lists at most, of so many that the device computes at a time. Those that no page list has cost a cube that ends at once, so there are few more
-/// than are of use: for page lists of one length, and for one that is much longer than the others.
+/// Bounds the number of shares of several page lists, for a device that computes `at_a_time` at once. An unused share costs a cube that ends at
+/// once, so the bound is close to the useful number: for page lists of equal length, and for one much longer than the others.
 fn most_shares(page_lists: usize, at_a_time: usize) -> usize {
     if page_lists * SINGLE_WAVE <= at_a_time {
         return at_a_time;
@@ -34,13 +34,13 @@ fn most_shares(page_lists: usize, at_a_time: usize) -> usize {
     if page_lists * 4 <= 3 * at_a_time {
         return 2 * at_a_time;
     }
-    // Hundredths of a page list: shares in waves, and what each of them costs besides its slots.
+    // In hundredths of a page list: shares in waves, and the fixed cost of a share.
     let time = |shares: &usize| (page_lists * shares).div_ceil(at_a_time) * (100 / shares + 2);
     let shares = (1..=4).min_by_key(time).unwrap_or(1);
     page_lists * shares + at_a_time
 }
 
-/// Who attends.
+/// Kernel variant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tier {
     /// Any runtime.
@@ -50,7 +50,7 @@ enum Tier {
 }
 
 impl Tier {
-    /// The fastest tier that takes a call, and why the others do not.
+    /// Returns the fastest tier that supports a call, and why faster ones do not.
     fn choose(
         properties: &DeviceProperties,
         shape: &PagedShape,
@@ -66,7 +66,7 @@ impl Tier {
         }
     }
 
-    /// Queries of a cube.
+    /// Returns the queries of a cube.
     fn rows(&self) -> usize {
         match self {
             Self::Simt(tile) => tile.rows,
@@ -74,7 +74,7 @@ impl Tier {
         }
     }
 
-    /// The same, joining so many shares of a page list itself if it pays.
+    /// Enables joining in the same launch, if it pays for this many shares of a page list.
     fn joining(self, shape: &PagedShape, shares: usize) -> Self {
         match self {
             Self::Simt(_) => self,
@@ -82,7 +82,7 @@ impl Tier {
         }
     }
 
-    /// Whether it joins the shares of a page list itself.
+    /// Returns whether the kernel joins the shares of a page list itself.
     fn is_joining(&self) -> bool {
         match self {
             Self::Simt(_) => false,
@@ -90,7 +90,7 @@ impl Tier {
         }
     }
 
-    /// Units of a cube.
+    /// Returns the units of a cube.
     fn units(&self) -> usize {
         match self {
             Self::Simt(tile) => tile.units(),
@@ -98,7 +98,7 @@ impl Tier {
         }
     }
 
-    /// Cubes that a multiprocessor has at a time.
+    /// Returns the cubes that are resident on a multiprocessor.
     fn cubes(&self) -> usize {
         match self {
             Self::Simt(_) => 1,
@@ -137,35 +137,35 @@ impl fmt::Display for Tier {
     }
 }
 
-/// How a call is launched: a function of its shape and the device. It prints.
+/// Launch plan of a call: a function of its shape and the device. It prints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PagedPlan {
     shape: PagedShape,
     tier: Tier,
-    /// Why not a faster tier.
+    /// Why no faster tier is used.
     reason: Option<&'static str>,
     merge: MergeTile,
     address: AddressType,
-    /// Cubes that share the queries of a head of keys.
+    /// Cubes that split the queries of a KV head.
     row_blocks: usize,
-    /// Shares that page lists are cut into: besides one for each page list, or at most, if there is a wave.
+    /// Number of shares besides one per page list; the most in total if `wave` is set.
     work: usize,
-    /// Shares that the device computes at a time, if it chooses how long they are by real lengths.
+    /// Shares that the device computes at a time; 0 unless it chooses their length from the real lengths.
     wave: usize,
-    /// Shares of all page lists, at most.
+    /// Most shares of all page lists.
     items: usize,
 }
 
 impl PagedPlan {
-    /// The plan of a call, without the tiers that the environment variable `BLOCKSPARSE_TIER` leaves out.
+    /// Makes the plan of a call, without the tiers that the environment variable `BLOCKSPARSE_TIER` excludes.
     ///
     /// # Errors
-    /// [`KernelError`] if the device lacks the dtype, the call exceeds a limit of it, or the variable says what it may not.
+    /// [`KernelError`] if the device lacks the dtype, the call exceeds a device limit, or the variable's value is invalid.
     pub fn new(client: &Client, shape: PagedShape) -> Result<Self, KernelError> {
         Self::of(client.properties(), shape, Tuning::of_process()?.tier)
     }
 
-    /// The plan of a call without some tiers, for measuring and comparing.
+    /// Makes the plan of a call without some tiers, for measurements and comparisons.
     pub fn with_limit(
         client: &Client,
         shape: PagedShape,
@@ -174,7 +174,7 @@ impl PagedPlan {
         Self::of(client.properties(), shape, limit)
     }
 
-    /// The plan of a call on a device that is described.
+    /// Makes the plan of a call on a described device.
     pub(crate) fn of(
         properties: &DeviceProperties,
         shape: PagedShape,
@@ -193,7 +193,7 @@ impl PagedPlan {
         if tier.shared_bytes(accumulator) > hardware.max_shared_memory_size {
             return Err(shared());
         }
-        // With the buffer in which CubeCL passes scalars.
+        // Includes the buffer in which CubeCL passes scalars.
         let buffers = 8
             + 2 * usize::from(shape.quantization.is_some())
             + 3 * usize::from(shape.visibility)
@@ -217,10 +217,10 @@ impl PagedPlan {
                 let bytes = heads * group_rows * value_width * accumulator.size();
                 let most = page_lists * entries.div_ceil(least_pages(shape.page));
                 let most = most.min(PARTIAL_BYTES / bytes.max(1)).max(1);
-                // A unit of a cube has the pages of a page list.
+                // Each unit of a cube holds the length of one page list.
                 match (2..=tier.units()).contains(&page_lists) {
                     true => {
-                        // So few shares as to leave a choice need none.
+                        // With fewer shares there is nothing to choose.
                         let least = page_lists + page_lists.div_ceil(CANDIDATES);
                         let work = most_shares(page_lists, at_a_time).min(most).max(least);
                         (work, at_a_time, work)
@@ -233,7 +233,7 @@ impl PagedPlan {
                 }
             }
         };
-        // The order of a sum must not depend on how many shares there may be, if shares do not.
+        // With fixed splits, the order of sums must not depend on the possible number of shares.
         let shares = match shape.fixed_split {
             Some(_) => usize::MAX >> 1,
             None => items.div_ceil(page_lists.max(1)),
@@ -241,7 +241,7 @@ impl PagedPlan {
         let tier = tier.joining(&shape, shares);
         let merge = MergeTile::new(properties, value_width, accumulator, shares, shape.sinks);
         let partial = items * heads * group_rows * value_width.max(2) + 2 * page_lists;
-        // The statistics count shares in the type of sums.
+        // The statistics store share indices in the accumulation dtype; f32 is exact up to 2^24.
         let counted = items <= 1 << 24;
         if !counted {
             return Err(KernelError::limit("parts of sequences", 1u32 << 24, items));
@@ -269,7 +269,7 @@ impl PagedPlan {
 
 #[cfg(test)]
 impl PagedPlan {
-    /// Shares that page lists are cut into besides one for each, and all of them.
+    /// Returns `work` and `items`.
     pub(crate) fn shares(&self) -> [usize; 2] {
         [self.work, self.items]
     }
@@ -297,39 +297,39 @@ impl fmt::Display for PagedPlan {
     }
 }
 
-/// The tensors of a call, contiguous. What is given has to be what the plan's [`PagedShape`] says; integers are i32.
+/// The tensors of a call, contiguous. Optional ones match the plan's [`PagedShape`]; integers are i32.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedBuffers<'a> {
     /// `[batch, heads, rows, width]`
     pub q: &'a Handle,
-    /// `[pages, page, width]`, four numbers in 32 bits if they are quantised.
+    /// `[pages, page, width]`; four elements in 32 bits if quantized.
     pub keys: &'a Handle,
-    /// `[pages, page, value_width]`, likewise.
+    /// `[pages, page, value_width]`, in the same format.
     pub values: &'a Handle,
-    /// `[pages, page]` twice, f32: the scales of keys and of values that are quantised.
+    /// `[pages, page]` twice, f32: scales of quantized keys and values.
     pub scales: Option<[&'a Handle; 2]>,
-    /// `[batch, tables, entries]`: pages, or where heads share the table `x` is the pages `x · kv_heads + κ`. Below 0: none.
+    /// `[batch, tables, entries]`: pages; if heads share the table, `x` is the pages `x · kv_heads + κ`. Negative: none.
     pub table: &'a Handle,
-    /// `[batch, tables, 4]`: slots of region one; first entry, first slot and slots of region two.
+    /// `[batch, tables, 4]`: slots of region one; first entry, first slot and number of slots of region two.
     pub spans: &'a Handle,
-    /// `[pages of the table, page]` twice, and `[batch]`: positions of slots, the last queries that see them, and the position of the first query.
+    /// `[pages of the table, page]` twice, and `[batch]`: positions of slots, last queries that see them, and position of the first query.
     pub visibility: Option<[&'a Handle; 3]>,
-    /// `[batch, kv_heads, selected]`: entries of the table, or below 0.
+    /// `[batch, kv_heads, selected]`: indices of table entries; negative: none.
     pub selected: Option<&'a Handle>,
-    /// `[heads]`, in the type of sums.
+    /// `[heads]`, in the accumulation dtype.
     pub sinks: Option<&'a Handle>,
-    /// `[batch, kv_heads, heads / kv_heads · rows]`, u32: zeros, which a call leaves as it finds them. No two calls that run at a time may have the same.
+    /// `[batch, kv_heads, heads / kv_heads · rows]`, u32: zeros, which a call restores. Concurrent calls need separate counters.
     pub counters: Option<&'a Handle>,
-    /// `[batch, heads, rows, value_width]`, to be written.
+    /// `[batch, heads, rows, value_width]`, the output.
     pub out: &'a Handle,
-    /// `[batch, heads, rows]` in the type of sums, to be written.
+    /// `[batch, heads, rows]`, the output lse in the accumulation dtype.
     pub lse: &'a Handle,
 }
 
-/// Runs a planned call, in two launches, or with counters on tensor cores in one: then the cube that ends last joins the shares of a page list.
+/// Runs a planned call in two launches, or, with counters on tensor cores, in one: then the cube that ends last joins the shares of a page list.
 ///
 /// # Errors
-/// [`KernelError`] if a launch has more cubes than the device counts, or there are no counters, which were planned.
+/// [`KernelError`] if a launch has more cubes than the device supports, or planned counters are missing.
 pub fn paged_attention(
     client: &Client,
     plan: &PagedPlan,
@@ -405,8 +405,8 @@ pub fn paged_attention(
         None => shape.dtype,
     };
     match tier {
-        // SAFETY: a unit reads rows of q below `group_rows` of its head, entries of its page list below `entries`, slots of pages below `pages` and, of as
-        // many, positions; it writes its row's numbers of a share below `items`. The buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads rows of q below `group_rows` of its head, table entries below `entries`, and slots and positions of pages below
+        // `pages`; it writes its row of a share below `items`. The buffers have the stated lengths (see `buffer`).
         Tier::Simt(tile) => unsafe {
             attend::launch_unchecked(
                 client,
@@ -466,7 +466,7 @@ pub fn paged_attention(
     if tier.is_joining() {
         return Ok(());
     }
-    // SAFETY: a unit reads its numbers of shares that were written, and writes those of its row; the buffers have the lengths they say.
+    // SAFETY: a unit reads shares that were written, and writes its own row; the buffers have the stated lengths.
     unsafe {
         merge::launch_unchecked(
             client,

@@ -1,4 +1,4 @@
-//! Plans of paged attention on devices that are only described.
+//! Plans of paged attention on described devices.
 
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -11,7 +11,7 @@ use blocksparse_cubecl::tuning::TierLimit;
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// A call of decoding: 32 heads of queries on 8 of keys, 128 wide.
+/// A decoding call: 32 query heads on 8 KV heads of width 128.
 fn paged(batch: usize, entries: usize, dtype: ElemType) -> PagedShape {
     PagedShape::new(
         [batch, 32, 8, 1],
@@ -22,7 +22,7 @@ fn paged(batch: usize, entries: usize, dtype: ElemType) -> PagedShape {
     )
 }
 
-/// Shares keep the device busy whatever the capacity is, and are no more than the pages have.
+/// Shares keep the device busy whatever the table's capacity, and do not outnumber the pages.
 #[test]
 fn pages_are_shared_out() {
     let device = Fake::sm90();
@@ -30,14 +30,14 @@ fn pages_are_shared_out() {
         let plan = PagedPlan::of(&device.properties, shape, TierLimit::Simt).unwrap();
         plan.shares()
     };
-    // 132 multiprocessors for the 8 heads of a page list.
+    // 132 multiprocessors for the 8 KV heads of a page list.
     assert_eq!(shares(paged(1, 1024, F32)), [16, 17]);
     assert_eq!(shares(paged(1, 1 << 20, F32)), [16, 17]);
     assert_eq!(shares(paged(1, 8, F32)), [4, 5]);
-    // Two waves of a share each, and some for lengths that differ; a single wave of few page lists.
+    // Two waves of a share each, and some for unequal lengths; a single wave if there are few page lists.
     assert_eq!(shares(paged(32, 128, F32)), [48, 48]);
     assert_eq!(shares(paged(3, 1024, F32)), [16, 16]);
-    // Three waves where two would leave the second half empty.
+    // Three waves, since two would leave the second half empty.
     assert_eq!(shares(paged(24, 128, F32)), [64, 64]);
     // More page lists than units: cubes do not choose.
     assert_eq!(shares(paged(300, 128, F32)), [32, 332]);
@@ -62,7 +62,7 @@ fn pages_on_described_devices() {
     assert_eq!(text, expected);
     let text = plan(&Fake::webgpu(), shape, TierLimit::None).unwrap();
     assert!(text.contains("32 units a cube of 4 queries"), "{text}");
-    // Positions of slots are more buffers than WebGPU promises.
+    // Visibility needs more buffers than WebGPU guarantees.
     let mut seen = shape;
     seen.visibility = true;
     let error = plan(&Fake::webgpu(), seen, TierLimit::None).unwrap_err();

@@ -1,6 +1,6 @@
-//! Rows quantised and written into pages.
+//! Kernel that quantizes rows and writes them into pages.
 
-// A kernel's integers have no such method.
+// Integers in kernels lack `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
@@ -12,14 +12,14 @@ use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
 /// Units of a cube.
 const UNITS: usize = 256;
-/// Units of a row, at most.
+/// Most units of a row.
 const MOST_LANES: usize = 32;
 
-/// How rows are shared: neighbouring units have a row, each every `lanes`-th word of it.
+/// Split of rows among units: adjacent units share a row, each with every `lanes`-th word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Lanes {
     quantization: Quantization,
-    /// Words of a key, and of a value.
+    /// Words of a key and of a value.
     words: [usize; 2],
     /// Units of a row, a power of two.
     lanes: usize,
@@ -27,7 +27,7 @@ struct Lanes {
     units: usize,
 }
 
-/// The rows of keys, and behind them those of values: the largest number of a row, its scale, and its numbers rounded.
+/// Processes the rows of keys, then those of values: finds the maximum and scale of a row, and rounds its elements.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn append<E: Float>(
     k: &[E],
@@ -123,8 +123,8 @@ fn read<E: Float>(k: &[E], v: &[E], is_key: bool, at: usize) -> f32 {
     }
 }
 
-/// [`append_rows`](crate::kernels::paged::append_rows) into pages of keys, values, scales of keys and scales of values, the first two in words of four numbers. The shape's dtype is
-/// that of the new rows; widths are multiples of 4.
+/// Quantizing [`append_rows`](crate::kernels::paged::append_rows). Writes keys, values, scales of keys and scales of values; keys and values are
+/// words of four elements. The shape's dtype is that of the new rows; widths are multiples of 4.
 pub fn append_quantized(
     client: &Client,
     shape: &AppendShape,
@@ -154,8 +154,8 @@ pub fn append_quantized(
         return Ok(());
     }
     let all = shape.pages * shape.page;
-    // SAFETY: a unit reads elements of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale; the buffers
-    // have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads elements of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale;
+    // the buffers have the stated lengths (see `buffer`).
     unsafe {
         append::launch_unchecked(
             client,

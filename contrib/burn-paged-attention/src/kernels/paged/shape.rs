@@ -1,24 +1,24 @@
-//! What a call is.
+//! Shape of a call.
 
 use cubecl::ir::ElemType;
 
 use blocksparse::Quantization;
 
-/// What a call is.
+/// Sizes, dtypes and options of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct PagedShape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
     /// Queries of each head.
     pub rows: usize,
-    /// Rows of the table of a sequence: 1 or `kv_heads`.
+    /// Table rows of a sequence: 1 or `kv_heads`.
     pub tables: usize,
-    /// Entries of a row of the table.
+    /// Entries of a table row.
     pub entries: usize,
     /// Pages of the pool.
     pub pages: usize,
@@ -26,26 +26,26 @@ pub struct PagedShape {
     pub page: usize,
     /// Widths of keys and values.
     pub widths: [usize; 2],
-    /// The type of queries and outputs, and of keys and values that are not quantised.
+    /// Dtype of queries and outputs, and of keys and values that are not quantized.
     pub dtype: ElemType,
-    /// How keys and values are stored in eight bits a number, if they are.
+    /// Element type of quantized keys and values.
     pub quantization: Option<Quantization>,
-    /// Whether scores are bounded.
+    /// Whether scores have a softcap.
     pub softcap: bool,
     /// Whether slots have positions.
     pub visibility: bool,
-    /// Entries of the table that are selected, if they are.
+    /// Number of selected table entries, if any are selected.
     pub selected: Option<usize>,
     /// Whether there are sinks.
     pub sinks: bool,
-    /// Pages of a share, if that does not follow from the lengths.
+    /// Pages of a share; None: derived from the lengths.
     pub fixed_split: Option<usize>,
-    /// Whether there are `PagedBuffers::counters`.
+    /// Whether [`PagedBuffers::counters`](super::PagedBuffers::counters) are present.
     pub counters: bool,
 }
 
 impl PagedShape {
-    /// `[batch, heads, kv_heads, rows]`, `[tables, entries]` and `[pages, page]`, without options.
+    /// Makes a shape without options from `[batch, heads, kv_heads, rows]`, `[tables, entries]` and `[pages, page]`.
     pub fn new(
         [batch, heads, kv_heads, rows]: [usize; 4],
         [tables, entries]: [usize; 2],
@@ -74,7 +74,7 @@ impl PagedShape {
         }
     }
 
-    /// Queries of a head of keys.
+    /// Returns the queries of a KV head.
     pub(crate) fn group_rows(&self) -> usize {
         self.heads / self.kv_heads * self.rows
     }
@@ -83,7 +83,7 @@ impl PagedShape {
         self.kv_heads / self.tables
     }
 
-    /// Rows of the table.
+    /// Returns the table rows of all sequences.
     pub(crate) fn page_lists(&self) -> usize {
         self.batch * self.tables
     }

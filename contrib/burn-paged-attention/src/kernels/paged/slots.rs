@@ -1,14 +1,13 @@
-//! Slots one by one: those of page lists in their order, those of keys that were picked among them, and what is known of each.
+//! Slot index lists of page lists and of selected keys, and scatter of integers.
 
-/// Units of a cube.
 use blocksparse_cubecl::prelude::*;
 
 const UNITS: usize = 256;
 
-/// Page lists over region one of a table that all heads of keys share.
+/// Page lists over region one of a table that all KV heads share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SlotShape {
-    /// Page lists.
+    /// Number of page lists.
     pub page_lists: usize,
     /// Entries of the table of a page list.
     pub entries: usize,
@@ -17,7 +16,7 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// Slots of a page list, at most.
+    /// Returns the most slots of a page list.
     pub fn slots(&self) -> usize {
         self.entries * self.page
     }
@@ -43,11 +42,11 @@ fn slots_in_order(
     }
 }
 
-/// The slots of page lists, i32 `[page_lists, entries · page]`: `x · page + slot` of the table's entry `x`, and −1 behind the last and where there is no entry. The
-/// table is i32 `[page_lists, entries]`, spans are i32 `[page_lists, 4]`, of which region one counts; contiguous.
+/// Lists the slots of page lists, i32 `[page_lists, entries · page]`: `x · page + slot` for table entry `x`; −1 after the last and for missing
+/// entries. The table is i32 `[page_lists, entries]`, spans are i32 `[page_lists, 4]`, of which only region one is used; contiguous.
 ///
 /// # Errors
-/// [`KernelError`] if there are more slots than a launch has units, or more than the device counts.
+/// [`KernelError`] if there are more slots than a launch has units, or more than the device can index.
 pub fn page_list_slots(
     client: &Client,
     shape: &SlotShape,
@@ -60,7 +59,7 @@ pub fn page_list_slots(
     }
     let address = address_of(client, count)?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below the count reads an entry and the span of its page list, and writes its own slot; the buffers have the lengths they say.
+    // SAFETY: a unit below the count reads an entry and the span of its page list, and writes its own slot; the buffers have the stated lengths.
     unsafe {
         slots_in_order::launch_unchecked(
             client,
@@ -104,8 +103,8 @@ fn picked(
     }
 }
 
-/// The slots of each of so many heads of keys at some places of page lists, i32 `[page_lists, heads, most]`: of all pages, of which an entry of the table has one for
-/// each head, one behind the other. `places` are i32 `[page_lists, most]`, below 0 where there is none, and so is then the slot. Contiguous.
+/// Maps places along page lists to the slots of each of `heads` KV heads, i32 `[page_lists, heads, most]`: indices among the slots of all pages,
+/// where a table entry has adjacent pages, one per head. `places` are i32 `[page_lists, most]`; negative places give negative slots. Contiguous.
 pub fn picked_slots(
     client: &Client,
     shape: &SlotShape,
@@ -119,7 +118,8 @@ pub fn picked_slots(
     }
     let address = address_of(client, count.max(shape.page_lists * shape.entries))?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below the count reads a place of its page list and an entry that there is, and writes its own slot; the buffers have the lengths they say.
+    // SAFETY: a unit below the count reads a place of its page list and an existing entry, and writes its own slot; the buffers have the stated
+    // lengths.
     unsafe {
         picked::launch_unchecked(
             client,
@@ -149,7 +149,8 @@ fn written(at: &[i32], values: &[i32], to: &mut [i32], count: usize, length: usi
     }
 }
 
-/// Writes so many numbers at places of `length` others, all i32, in place; what has no place there is left out. No two may have the same one.
+/// Scatters `count` integers into `to` of `length` elements, all i32, in place; indices out of range are skipped. Indices must differ, because the
+/// order of writes is undefined.
 pub fn write_integers(
     client: &Client,
     [count, length]: [usize; 2],
@@ -161,7 +162,7 @@ pub fn write_integers(
     }
     let address = address_of(client, count.max(length))?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below the count reads its place and its number, and writes at a place below the length; the buffers have the lengths they say.
+    // SAFETY: a unit below the count reads its index and its value, and writes to an index below the length; the buffers have the stated lengths.
     unsafe {
         written::launch_unchecked(
             client,

@@ -1,4 +1,4 @@
-//! What is known of each page of keys besides the keys: bounds of their numbers, or their mean.
+//! Kernel that computes summaries of pages: bounds of the keys' elements, or their mean.
 
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
@@ -9,20 +9,20 @@ use burn_sparse_select::PageSummary;
 
 /// Units of a cube.
 const UNITS: usize = 256;
-/// Numbers of eight bits in a word.
+/// 8-bit elements of a word.
 const WORD: usize = 4;
 
-/// What is compiled into the kernel.
+/// Comptime shape of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Summed {
     summary: PageSummary,
     /// Vectors of a key.
     vectors: usize,
-    /// What keys are in eight bits a number, if they are.
+    /// Element type of quantized keys.
     quantization: Option<Quantization>,
 }
 
-/// The slot of a new key that is the last new one of its page; behind the last slot of all pages for others.
+/// Returns the slot of a new key if it is the last new one of its page; otherwise the number of slots of all pages.
 #[cube]
 fn last_new(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     let none = sizes.pages * sizes.page;
@@ -37,7 +37,7 @@ fn last_new(slots: &[i32], row: usize, sizes: &Rows) -> usize {
     last
 }
 
-/// A vector of the key in a slot, or the four numbers of a word of it times the key's scale.
+/// Returns a vector of the key in a slot; of a quantized key, four dequantized elements.
 #[cube]
 fn key_at<K: Numeric, W: Size, N: Size>(
     keys: &[Vector<K, W>],
@@ -56,7 +56,7 @@ fn key_at<K: Numeric, W: Size, N: Size>(
     }
 }
 
-/// The largest and the smallest numbers with one more key's.
+/// Extends bounds by one more key.
 #[cube]
 fn bound<N: Size>(most: &mut Vector<f32, N>, least: &mut Vector<f32, N>, key: Vector<f32, N>) {
     #[unroll]
@@ -67,8 +67,8 @@ fn bound<N: Size>(most: &mut Vector<f32, N>, least: &mut Vector<f32, N>, key: Ve
     }
 }
 
-/// A unit for each vector of a new key: that of the last new key of a page looks at all that the page has up to it. Of keys in eight bits a number it
-/// looks at what these stand for, so that bounds are those of the keys that attention sees.
+/// A unit has one vector of a new key. That of the last new key of a page reads all keys of the page up to it. Quantized keys are dequantized, so
+/// that bounds are those of the keys that attention sees.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
     keys: &[Vector<K, W>],
@@ -114,7 +114,7 @@ fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
     }
 }
 
-/// A type of floats of up to 32 bits that the device has.
+/// Checks that the device supports a float dtype of up to 32 bits.
 pub(crate) fn check_float(
     properties: &DeviceProperties,
     dtype: ElemType,
@@ -129,21 +129,21 @@ pub(crate) fn check_float(
     }
 }
 
-/// The keys of pages, contiguous.
+/// Keys of pages, contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredKeys<'a> {
-    /// `[pages, page, width]`, the first of the shape's widths, or `[pages, page, width / 4]` words of four numbers.
+    /// `[pages, page, width]`, or `[pages, page, width / 4]` words of four elements; `width` is the first of the shape's widths.
     pub keys: &'a Handle,
-    /// What numbers are in words, and the scale of each key, `[pages, page]`.
+    /// Element type of words, and the scale of each key, `[pages, page]`.
     pub packed: Option<(Quantization, &'a Handle)>,
 }
 
-/// Summaries of the pages that rows were written to, `[pages, rows of a summary, width]` of a type, in place: of what such a page has up to the last of its
-/// new rows, and of numbers that words and scales stand for. `slots` are those that the rows were written to, as
-/// [`append_rows`](crate::kernels::paged::append_rows) has them: those of a page one behind the other, ascending. Contiguous.
+/// Updates the summaries of the pages that rows were written to, `[pages, rows of a summary, width]`, in place: over the keys of such a page up to
+/// its last new row, dequantized. `slots` are those of [`append_rows`](crate::kernels::paged::append_rows); those of a page are adjacent and
+/// ascending. Contiguous.
 ///
 /// # Errors
-/// [`KernelError`] if the device cannot index the pages or lacks a dtype; of words, if it has no vectors of four numbers.
+/// [`KernelError`] if the device cannot index the pages or lacks a dtype; for quantized keys also if it has no vectors of four elements.
 pub fn summarize_pages(
     client: &Client,
     shape: &AppendShape,
@@ -181,8 +181,8 @@ pub fn summarize_pages(
         Some(_) => (1, ElemType::UInt(UIntKind::U32)),
         None => (vector, shape.dtype),
     };
-    // SAFETY: a unit reads its vector of keys of a page below `pages`, and their scales, and writes that of the page's summary; the buffers have the lengths
-    // they say.
+    // SAFETY: a unit reads its vector of keys of a page below `pages`, and their scales, and writes that of the page's summary; the buffers have the
+    // stated lengths.
     unsafe {
         summarize::launch_unchecked(
             client,

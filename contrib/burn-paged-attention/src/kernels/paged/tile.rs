@@ -1,4 +1,4 @@
-//! How a cube attends: the comptime shape of the kernel.
+//! Comptime shape of the SIMT kernel.
 
 use blocksparse::Quantization;
 use cubecl::ir::features::Plane;
@@ -9,44 +9,44 @@ use crate::kernels::paged::page_list::PageListShape;
 use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::limits::most_units;
 
-/// Units of a cube where units of a plane exchange numbers.
+/// Units of a cube with plane shuffles.
 const CUBE_UNITS: usize = 256;
 /// Units of a cube without plane operations.
 const PLAIN_UNITS: usize = 32;
-/// Bytes that a unit loads at a time.
+/// Bytes of a load.
 const LOAD_BYTES: usize = 16;
-/// Queries of a cube, at most.
+/// Most queries of a cube.
 const MOST_ROWS: usize = 8;
-/// Elements of a query, and of its output, that a unit keeps, all queries together.
+/// Most elements that a unit holds of all queries together, and of their outputs.
 const ROW_NUMBERS: usize = 64;
 /// Registers of a unit for queries, outputs, keys and values.
 const REGISTERS: usize = 96;
-/// Keys that a unit has at a time, at most.
+/// Most keys that a unit processes at a time.
 const MOST_KEYS: usize = 8;
 
-/// How a cube attends. `lanes` neighbouring units share a key and its value: each has every `lanes`-th vector of them. A plane has several such groups,
-/// and each group a softmax of its own until the end.
+/// Comptime shape of a cube. `lanes` adjacent units share a key and its value: each has every `lanes`-th vector of them. A plane has several such
+/// groups, and each group has its own softmax state until the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Elements of a key.
     pub width: usize,
     /// Elements of a value.
     pub value_width: usize,
-    /// How keys and values are stored in eight bits a number, if they are.
+    /// Element type of quantized keys and values.
     pub quantization: Option<Quantization>,
-    /// Numbers that are computed with side by side: of a load, or four of a word that is quantised.
+    /// Elements of a vector operation: those of a load, or the four of a quantized word.
     pub vector: usize,
-    /// Vectors of a load: more than one only of words that are quantised.
+    /// Vectors of a load; more than one only if quantized.
     pub parts: usize,
     /// Units of a key: a power of two, at least `rows`.
     pub lanes: usize,
-    /// Units that exchange numbers: a plane, or the cube where there are no plane operations.
+    /// Units that exchange values: a plane, or the cube if there are no plane operations.
     pub plane: usize,
     /// Planes of a cube.
     pub planes: usize,
-    /// Whether units of a plane shuffle numbers. Otherwise they exchange them in shared memory.
+    /// Whether units of a plane shuffle. Otherwise they exchange values in shared memory.
     pub shuffles: bool,
-    /// Whether shuffles are in PTX.
+    /// Whether shuffles use PTX.
     pub ptx: bool,
     /// Queries of a cube, a power of two.
     pub rows: usize,
@@ -54,16 +54,16 @@ pub struct Tile {
     pub keys: usize,
     /// Slots of a page, a power of two.
     pub page: usize,
-    /// Whether scores are bounded.
+    /// Whether scores have a softcap.
     pub softcap: bool,
     /// Whether slots have positions.
     pub visibility: bool,
-    /// Whether entries of the table are selected.
+    /// Whether table entries are selected.
     pub selected: bool,
 }
 
 impl Tile {
-    /// The tile of a call, or None: widths are too large.
+    /// Returns the tile of a call; None if widths are too large.
     pub fn new(properties: &DeviceProperties, shape: &PagedShape) -> Option<Self> {
         let hardware = &properties.hardware;
         let PagedShape {
@@ -97,7 +97,7 @@ impl Tile {
         // Elements of a load.
         let load = vector * parts;
         let most_units = most_units(properties);
-        // Planes of several sizes would take steps of different loops together.
+        // If plane sizes vary, planes would run steps of different loops together.
         let plane = hardware.plane_size_min as usize;
         let shuffles = properties.features.plane.contains(Plane::Ops)
             && hardware.plane_size_min == hardware.plane_size_max
@@ -152,7 +152,7 @@ impl Tile {
         })
     }
 
-    /// What is known of its page lists.
+    /// Returns the comptime properties of its page lists.
     pub fn page_list_shape(&self) -> PageListShape {
         PageListShape {
             units: self.units(),
@@ -161,22 +161,22 @@ impl Tile {
         }
     }
 
-    /// Units of a cube.
+    /// Returns the units of a cube.
     pub fn units(&self) -> usize {
         self.plane * self.planes
     }
 
-    /// Keys that a plane has side by side.
+    /// Returns the groups of a plane, each with its own key.
     pub fn groups(&self) -> usize {
         self.plane / self.lanes
     }
 
-    /// Slots of a plane at a time.
+    /// Returns the slots that a plane processes at a time.
     pub fn step(&self) -> usize {
         self.keys * self.groups()
     }
 
-    /// Pages of a step: one, or one for each key of a unit where pages are shorter.
+    /// Returns the pages of a step: one, or one for each key of a unit if pages are shorter.
     pub fn places(&self) -> usize {
         match self.page >= self.step() {
             true => 1,
@@ -184,12 +184,12 @@ impl Tile {
         }
     }
 
-    /// Elements of a load.
+    /// Returns the elements of a load.
     pub fn load(&self) -> usize {
         self.vector * self.parts
     }
 
-    /// What a load has of the stored type: numbers, or words.
+    /// Returns the stored units of a load: elements, or words if quantized.
     pub fn stored_vector(&self) -> usize {
         match self.quantization {
             None => self.vector,
@@ -197,32 +197,32 @@ impl Tile {
         }
     }
 
-    /// Loads of a key.
+    /// Returns the loads of a key.
     pub fn vectors(&self) -> usize {
         self.width / self.load()
     }
 
-    /// Loads of a value.
+    /// Returns the loads of a value.
     pub fn value_vectors(&self) -> usize {
         self.value_width / self.load()
     }
 
-    /// Loads of a lane of so many.
+    /// Returns the loads of a lane among `vectors`.
     pub fn lane_vectors(&self, vectors: usize) -> usize {
         vectors.div_ceil(self.lanes)
     }
 
-    /// Scores of a group at a time: element `row · keys + key`.
+    /// Returns the scores of a group at a time: element `row · keys + key`.
     pub fn scores(&self) -> usize {
         self.rows * self.keys
     }
 
-    /// Scores of a lane after they are dealt: neighbours, all of one row.
+    /// Returns the scores of a lane after the reduction: adjacent ones, all of one row.
     pub fn lane_scores(&self) -> usize {
         (self.scores() / self.lanes).max(1)
     }
 
-    /// Scales of a lane at a time: of a key and of a value for each score.
+    /// Returns the scales of a lane at a time: of a key and of a value for each score.
     pub fn scales(&self) -> usize {
         match self.quantization {
             Some(_) => 2 * self.lane_scores(),
@@ -230,22 +230,22 @@ impl Tile {
         }
     }
 
-    /// Lanes that have scores of the same row.
+    /// Returns the lanes that hold scores of the same row.
     pub fn row_lanes(&self) -> usize {
         self.lanes / self.rows
     }
 
-    /// How many lanes have the same score: more than one if there are fewer scores than lanes.
+    /// Returns the number of lanes that hold the same score: more than one if there are fewer scores than lanes.
     pub fn copies(&self) -> usize {
         (self.lanes / self.scores()).max(1)
     }
 
-    /// The lane of a score.
+    /// Returns the first lane that holds a score.
     pub fn lane_of(&self, score: usize) -> usize {
         score / self.lane_scores() * self.copies()
     }
 
-    /// Softmaxes that a cube has at the end, and joins in shared memory.
+    /// Returns the softmax states that a cube joins in shared memory at the end.
     pub fn parts(&self) -> usize {
         match self.shuffles {
             true => self.planes,
@@ -253,12 +253,12 @@ impl Tile {
         }
     }
 
-    /// These as they are joined: of queries, of values so wide, and by units.
+    /// Returns the sizes for joining: parts, queries, value width, and units.
     pub fn cube_parts(&self) -> [usize; 4] {
         [self.parts(), self.rows, self.value_width, self.units()]
     }
 
-    /// Elements of shared memory in which units exchange scores.
+    /// Returns the elements of shared memory for the exchange of scores.
     pub fn exchanged(&self) -> usize {
         match self.shuffles {
             true => 1,
@@ -266,7 +266,7 @@ impl Tile {
         }
     }
 
-    /// Bytes of shared memory.
+    /// Returns the bytes of shared memory.
     pub fn shared_bytes(&self, accumulator: ElemType) -> usize {
         let parts = self.parts() * self.rows * (self.value_width + 2);
         (self.exchanged() + parts) * accumulator.size() + self.units() * 8

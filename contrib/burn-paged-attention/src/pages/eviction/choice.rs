@@ -1,4 +1,4 @@
-//! The choice of keys by their scores.
+//! Selection of keys by score.
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::super::CacheError;
 use super::{EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing};
 
-/// The places of the best scores, ascending: ties go to the later, NaN sorts last.
+/// Returns the indices of the `count` best scores, ascending. Ties go to the later index; NaN is the lowest score.
 pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
     let mut places: Vec<usize> = (0..scores.len()).collect();
     if count < places.len() {
@@ -18,11 +18,11 @@ pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
     places
 }
 
-/// Of each head's keys the places that Ada-KV keeps, ascending: each head's `⌊alpha · capacity⌋` best ones, and for the rest of `heads · capacity` the best of what
-/// is left over all heads, ties go to the lower head, then to the later key.
+/// Returns the indices of the keys that Ada-KV retains of each head, ascending. Each head gets its `⌊alpha · capacity⌋` best keys; the rest of
+/// `heads · capacity` are the best remaining keys over all heads. Ties go to the lower head, then to the later key.
 ///
 /// # Errors
-/// [`CacheError::Argument`] if alpha is not from 0 to 1.
+/// [`CacheError::Argument`] if alpha is not between 0 and 1.
 pub fn adaptive(
     scores: &[&[f32]],
     capacity: usize,
@@ -53,7 +53,7 @@ pub fn adaptive(
         .collect())
 }
 
-/// Votes pooled over `pool` adjacent keys, with nothing outside.
+/// Pools votes over `pool` adjacent keys, with zeros outside.
 pub fn pooled_votes(votes: &[f32], pool: usize, kind: ScoreSmoothing) -> Vec<f32> {
     let reach = pool / 2;
     let neighbours = |at: usize| {
@@ -71,13 +71,14 @@ pub fn pooled_votes(votes: &[f32], pool: usize, kind: ScoreSmoothing) -> Vec<f32
 }
 
 impl EvictionConfig {
-    /// The places of the keys that each KV head of a layer keeps, ascending, from the scores of those it has, oldest first. A layer's heads have `capacity` keys on
-    /// average: [`Self::capacity`], or what [`Self::layer_capacities`] says.
+    /// Selects the keys that each KV head of a layer retains, as ascending indices, from the scores of its stored keys, oldest first. The layer's
+    /// heads retain `capacity` keys on average: [`Self::capacity`], or that of [`Self::layer_capacities`].
     ///
-    /// Scores of [`EvictionScore::LastRow`] and [`EvictionScore::Votes`] are attention, means over heads and queries; votes are pooled here.
+    /// Scores of [`EvictionScore::LastRow`] and [`EvictionScore::Votes`] are attention averaged over heads and queries; this function pools the
+    /// votes.
     ///
     /// # Errors
-    /// [`CacheError::Argument`] if the heads have unequally many keys where they cannot, as all of them keep the same.
+    /// [`CacheError::Argument`] if all heads retain the same keys but have different numbers of scores.
     pub fn choose(
         &self,
         scores: &[&[f32]],
@@ -116,13 +117,13 @@ impl EvictionConfig {
         Ok(kept.collect())
     }
 
-    /// Sinks, and where the recent keys begin.
+    /// Returns the number of sinks and the index of the first recent key.
     fn outside(&self, keys: usize) -> (usize, usize) {
         let sinks = self.sinks.min(keys);
         (sinks, keys.saturating_sub(self.recent).max(sinks))
     }
 
-    /// The scores of the keys that are neither sinks nor recent.
+    /// Returns the scores of the keys that are neither sinks nor recent.
     fn contest(&self, scores: &[f32]) -> Vec<f32> {
         let (sinks, end) = self.outside(scores.len());
         match self.score {
@@ -135,7 +136,7 @@ impl EvictionConfig {
     }
 }
 
-/// Scores compared, NaN lowest.
+/// Compares scores; NaN is lowest.
 fn worth(a: f32, b: f32) -> Ordering {
     a.partial_cmp(&b)
         .unwrap_or_else(|| b.is_nan().cmp(&a.is_nan()))

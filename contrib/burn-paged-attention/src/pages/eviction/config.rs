@@ -1,33 +1,33 @@
-//! What is kept, by which score, and how much.
+//! Configuration of eviction: score, budget and numbers of keys.
 
 use serde::{Deserialize, Serialize};
 
 use super::super::CacheError;
 
-/// Score of a key. Queries of the heads that share a KV head count as one.
+/// Score of a key. The queries of heads that share a KV head are pooled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionScore {
     /// Sum of the attention from all later queries (H2O: Zhang et al., 2023).
     Sum,
-    /// The same divided by the number of heads and queries that saw the key, so that old keys have no advantage (kvpress' `ObservedAttentionPress`).
+    /// Sum divided by the number of heads and queries that saw the key, so that old keys have no advantage (kvpress' `ObservedAttentionPress`).
     Mean,
-    /// The newest query's attention, as a mean over all heads of the layer: all KV heads keep the same keys (TOVA: Oren et al., 2024, section 3).
+    /// Attention of the newest query, averaged over all heads of the layer: all KV heads retain the same keys (TOVA: Oren et al., 2024, section 3).
     LastRow,
     /// Mean attention of the last `window` queries, smoothed over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are
     /// always retained.
     Votes {
-        /// Queries that vote.
+        /// Number of queries that vote.
         window: usize,
-        /// Width of the smoothing in keys, an odd number; 1 smooths nothing.
+        /// Width of the smoothing in keys, an odd number; 1 turns it off.
         pool: usize,
-        /// The smoothing.
+        /// Kind of smoothing.
         kind: ScoreSmoothing,
     },
-    /// Higher for shorter keys (Devoto et al., 2024).
+    /// Higher for keys of smaller norm (Devoto et al., 2024).
     KeyNorm,
-    /// Set by the caller.
+    /// Provided by the caller.
     #[serde(rename = "given")]
     Custom,
 }
@@ -36,10 +36,10 @@ pub enum EvictionScore {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreSmoothing {
-    /// Their sum over the width of the pool, zeros outside of the contest.
+    /// Sum divided by the width of the pool; zeros outside of the competing keys.
     #[default]
     Average,
-    /// The largest.
+    /// Maximum.
     Max,
 }
 
@@ -48,23 +48,23 @@ pub enum ScoreSmoothing {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionBudget {
-    /// The same number for each.
+    /// Equal numbers.
     #[default]
     Uniform,
-    /// More in earlier layers (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
+    /// More keys in earlier layers (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
     Pyramid {
         /// The last layer's share of the mean is 1 / β; the paper's is 20.
         beta: f64,
     },
-    /// Within a layer by the heads' scores (Ada-KV: Feng et al., 2024): [`adaptive`](super::adaptive).
+    /// Divided within a layer by the heads' scores (Ada-KV: Feng et al., 2024): [`adaptive`](super::adaptive).
     Adaptive {
-        /// Share of the mean that each head gets at least; kvpress' is 0.2.
+        /// Guaranteed share of the mean for each head; kvpress' is 0.2.
         alpha: f64,
     },
 }
 
-/// Eviction down to `capacity` keys for each layer and KV head, when there are more than `capacity + slack`: the first `sinks`, the last `recent`,
-/// and the best of the others by score stay.
+/// Eviction down to `capacity` keys per layer and KV head, once there are more than `capacity + slack`. It retains the first `sinks`, the last
+/// `recent`, and the best of the others by score.
 ///
 /// ```
 /// use burn_paged_attention::pages::EvictionConfig;
@@ -84,20 +84,20 @@ pub enum EvictionBudget {
 pub struct EvictionConfig {
     /// Score of a key.
     pub score: EvictionScore,
-    /// First keys, which are never evicted.
+    /// Number of first keys, which are never evicted.
     pub sinks: usize,
-    /// Last keys, which are never evicted.
+    /// Number of last keys, which are never evicted.
     pub recent: usize,
-    /// Keys between these that are retained by score, for each layer and KV head, or on average.
+    /// Number of other keys that are retained by score, per layer and KV head or on average.
     pub heavy: usize,
-    /// Keys above the capacity before an eviction, so that not every token causes one.
+    /// Number of keys above the capacity that triggers an eviction, so that not every token causes one.
     pub slack: usize,
-    /// Distribution of keys over layers and heads.
+    /// Distribution of the retained keys over layers and heads.
     pub budget: EvictionBudget,
 }
 
 impl EvictionConfig {
-    /// Any score with sinks, recent and heavy keys. Slack is 256 (kvpress' `DecodingPress` evicts every 512 tokens), the budget uniform.
+    /// Combines a score with sinks, recent and heavy keys. Slack is 256 (kvpress' `DecodingPress` evicts every 512 tokens); the budget is uniform.
     pub fn combined(score: EvictionScore, sinks: usize, recent: usize, heavy: usize) -> Self {
         Self {
             score,
@@ -109,20 +109,20 @@ impl EvictionConfig {
         }
     }
 
-    /// H2O: the `heavy` keys with the most attention so far, and the last `recent`.
+    /// H2O: retains the `heavy` keys with the most attention so far, and the last `recent`.
     pub fn h2o(heavy: usize, recent: usize) -> Self {
         Self::combined(EvictionScore::Sum, 0, recent, heavy)
     }
 
-    /// [`Self::h2o`] by the mean attention.
+    /// Like [`Self::h2o`], by mean attention.
     pub fn h2o_mean(heavy: usize, recent: usize) -> Self {
         Self::combined(EvictionScore::Mean, 0, recent, heavy)
     }
 
-    /// [`Self::h2o`] with shares of a prompt's tokens; the paper's are 0.1 and 0.1.
+    /// Like [`Self::h2o`], with shares of a prompt's tokens; the paper's are 0.1 and 0.1.
     ///
     /// # Errors
-    /// [`CacheError::Argument`] if a share is not above 0 and at most 1.
+    /// [`CacheError::Argument`] if a share is not above 0 or exceeds 1.
     pub fn h2o_shares(prompt: usize, heavy: f64, recent: f64) -> Result<Self, CacheError> {
         let keys = |argument, share: f64| {
             blocksparse::ensure! { CacheError; share > 0.0 && share <= 1.0 => argument, "above 0, at most 1", share; }
@@ -131,33 +131,33 @@ impl EvictionConfig {
         Ok(Self::h2o(keys("heavy", heavy)?, keys("recent", recent)?))
     }
 
-    /// TOVA: the keys with the most attention of the newest query, and its own.
+    /// TOVA: retains the keys with the most attention of the newest query, and the newest key.
     pub fn tova(capacity: usize) -> Self {
         Self::combined(EvictionScore::LastRow, 0, 1, capacity.saturating_sub(1))
     }
 
-    /// SnapKV with the window of 64 queries and the pool of 5 keys of its authors, whose capacity is 2,048.
+    /// SnapKV with its authors' window of 64 queries and pool of 5 keys; their capacity is 2,048.
     pub fn snapkv(capacity: usize) -> Self {
         Self::snapkv_with(capacity, 64, 5, ScoreSmoothing::Average)
     }
 
-    /// SnapKV: the last `window` keys, and those of the others that the last `window` queries look at.
+    /// SnapKV: retains the last `window` keys, and those of the others with the most attention of the last `window` queries.
     pub fn snapkv_with(capacity: usize, window: usize, pool: usize, kind: ScoreSmoothing) -> Self {
         let score = EvictionScore::Votes { window, pool, kind };
         Self::combined(score, 0, window, capacity.saturating_sub(window))
     }
 
-    /// The shortest keys.
+    /// Retains the keys of smallest norm.
     pub fn key_norm(capacity: usize) -> Self {
         Self::combined(EvictionScore::KeyNorm, 0, 0, capacity)
     }
 
-    /// The keys with the highest scores of the caller.
+    /// Retains the keys with the caller's highest scores.
     pub fn importance(capacity: usize) -> Self {
         Self::combined(EvictionScore::Custom, 0, 0, capacity)
     }
 
-    /// Sets the first keys that are retained, which take from the heavy ones.
+    /// Sets the number of first keys that are retained, at the expense of heavy keys.
     pub fn with_sinks(mut self, sinks: usize) -> Self {
         self.heavy = (self.heavy + self.sinks).saturating_sub(sinks);
         self.sinks = sinks;
@@ -165,32 +165,34 @@ impl EvictionConfig {
     }
 
     blocksparse::setters! {
-        /// Sets the keys above the capacity before an eviction.
+        /// Sets the number of keys above the capacity that triggers an eviction.
         with_slack => slack: usize,
-        /// Sets the distribution of keys over layers and heads.
+        /// Sets the distribution of the retained keys over layers and heads.
         with_budget => budget: EvictionBudget,
     }
 
-    /// Keys that are retained of each layer and KV head, or on average.
+    /// Returns the keys that are retained per layer and KV head, or on average.
     pub fn capacity(&self) -> usize {
         (self.sinks.saturating_add(self.recent)).saturating_add(self.heavy)
     }
 
-    /// Returns whether all KV heads of a layer keep the same keys.
+    /// Returns whether all KV heads of a layer retain the same keys.
     pub fn is_shared(&self) -> bool {
         self.score == EvictionScore::LastRow
     }
 
-    /// Returns whether a layer's KV heads keep equally many keys.
+    /// Returns whether a layer's KV heads retain equally many keys.
     pub fn is_even_in_layers(&self) -> bool {
         !matches!(self.budget, EvictionBudget::Adaptive { .. })
     }
 
-    /// Returns whether all layers keep equally many keys.
+    /// Returns whether all layers retain equally many keys.
     pub fn is_even(&self) -> bool {
         self.budget == EvictionBudget::Uniform
     }
 
+    /// Checks the values.
+    ///
     /// # Errors
     /// [`CacheError::Argument`] naming the value and its range.
     pub fn validate(&self) -> Result<(), CacheError> {
@@ -227,10 +229,10 @@ impl EvictionConfig {
         Ok(())
     }
 
-    /// The keys of each layer's heads, on average over the heads, in a sequence of so many tokens.
+    /// Returns each layer's number of keys per head, on average over the heads, in a sequence of `tokens` tokens.
     ///
     /// # Errors
-    /// As [`pyramid_budgets`].
+    /// Those of [`pyramid_budgets`].
     pub fn layer_capacities(&self, layers: usize, tokens: usize) -> Result<Vec<usize>, CacheError> {
         let capacity = self.capacity();
         match self.budget {
@@ -243,8 +245,9 @@ impl EvictionConfig {
     }
 }
 
-/// The keys of each layer's heads by PyramidKV (Cai et al., 2024, section 3), whose mean is `capacity`: fewer in each later layer by the same number, the last
-/// `window` of each not counted. `tokens` is what there is to keep. Rounded to whole keys by largest remainders, so that they sum up to `layers · capacity`.
+/// Returns each layer's number of keys per head by PyramidKV (Cai et al., 2024, section 3), with mean `capacity`. Each layer has fewer than the one
+/// before by the same number, not counting the last `window` keys of each. `tokens` is the number of keys available. Largest remainders round to
+/// whole keys, so that the sum is `layers · capacity`.
 ///
 /// # Errors
 /// [`CacheError::Argument`] if β is not above 1, or the capacity is not above the window.
@@ -277,7 +280,7 @@ pub fn pyramid_budgets(
     let mut whole: Vec<usize> = exact.iter().map(|keys| keys.floor() as usize).collect();
     let missing = (layers * capacity).saturating_sub(whole.iter().sum());
     let mut order: Vec<usize> = (0..layers).collect();
-    // Remainders that differ by rounding alone are equal: those of earlier layers come first.
+    // Remainders that differ by rounding alone count as equal: earlier layers come first.
     let remainder = |layer: usize| ((exact[layer] - exact[layer].floor()) * 1e6).round() as i64;
     order.sort_by_key(|&layer| -remainder(layer));
     for &layer in order.iter().take(missing) {

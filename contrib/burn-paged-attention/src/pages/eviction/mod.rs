@@ -1,7 +1,7 @@
-//! Which keys a cache of a fixed size keeps, where a pattern reaches them all.
+//! Selection of keys that a cache of fixed size retains, if the pattern reaches all of them.
 //!
-//! Lossy: queries do not see what was evicted, and it never returns. Keys are chosen for each layer and KV head, by scores that the [`EvictionScore`]
-//! says how to come by; this module holds no tensors and computes no scores, it chooses. Ties go to the later position, NaN is the lowest score.
+//! Lossy: queries do not see evicted keys, which never return. Keys are selected per layer and KV head, by scores ([`EvictionScore`]) that the
+//! caller computes; this module holds no tensors. Ties go to the later position; NaN is the lowest score.
 
 mod choice;
 mod config;
