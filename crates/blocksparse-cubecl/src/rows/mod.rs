@@ -1,6 +1,6 @@
-//! Operations on matrices of many rows: what a layer does beside its products. On any CubeCL runtime.
+//! Operations on matrices of many rows: the work of a layer besides its products. On any CubeCL runtime.
 //!
-//! Every matrix is contiguous, `[rows, width]`. Numbers are f32 (f64 for f64) between a kernel's loads and stores; an output has one writer and sums
+//! Every matrix is contiguous, `[rows, width]`. Kernels compute in f32 (f64 for f64) between loads and stores. Each output has one writer and sums
 //! have a fixed order, so the same input gives the same bits on a device.
 //!
 //! ```text
