@@ -1,3 +1,4 @@
+//! Buffers with element types.
 
 use cubecl::ir::ElemType;
 use cubecl::server::Handle;

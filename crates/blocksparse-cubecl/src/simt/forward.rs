@@ -25,9 +25,9 @@ use crate::shared::score::{LOW, ScoreInputs};
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
-/// With `max_scores` the largest score of each row is written, too: it is kept apart from `m`, which begins at the lse of the parts before.
+/// With `max_scores`, each row's largest score is written too. It is separate from `m`, which begins at the lse of earlier parts.
 ///
-/// `q` `[batch, heads, seq_q, head_dim]`, `k`, `v` `[batch, kv_heads, seq_kv, ·]`; `weights` `[batch, blocks, b, b]`, zeroed before.
+/// `q` is `[batch, heads, seq_q, head_dim]`, `k` and `v` are `[batch, kv_heads, seq_kv, ·]`. `weights` is `[batch, blocks, b, b]` and holds zeros before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, A: Float, N: Size>(
     inputs: Qkv<RowTensor<Vector<E, N>>>,
@@ -114,7 +114,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         let halves = needed(bits, masked, unit.x, t);
         if halves != 0u32 {
             let mut s = product_rows(&q_tile, &k_tile, &unit, dims[0], t);
-            // Behind the product, which has no registers for them.
+            // After the product, which leaves no registers for them.
             set_columns(&mut positions, plan, entry, &unit, t);
             score_products::<E, A>(&mut s, &of_head, &biases, &positions, &lengths, t);
             if masked {
@@ -173,7 +173,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Makes scores of the unit's products.
+/// Turns the unit's products into scores.
 #[cube]
 fn score_products<E: Float, A: Float>(
     s: &mut Array<A>,
@@ -188,7 +188,7 @@ fn score_products<E: Float, A: Float>(
     add_biases(s, &sums, t);
 }
 
-/// Sets the scores of pairs that are not computed to [`LOW`].
+/// Sets the scores of pairs that are not allowed to [`LOW`].
 #[cube]
 fn mask<A: Float>(s: &mut Array<A>, bits: u32, #[comptime] t: Tile) {
     #[unroll]
