@@ -175,7 +175,7 @@ pub fn weights_of_products<A: Float>(
 #[cube]
 impl<A: Float> PairWeights<A> {
     /// Whether any weight of the unit's plane is at least `exp(−threshold)`. Without planes, all units must reach the barriers of a step, so the result is
-    /// true and a unit's low weights become 0.
+    /// true, and the weights of a unit that has only low ones become 0.
     pub fn count(&mut self, threshold: &ComptimeOption<InputScalar>, #[comptime] t: Tile) -> bool {
         if comptime!(t.score.threshold) {
             let least = (-threshold.as_ref().unwrap().get::<A>()).exp();
