@@ -10,7 +10,7 @@ use crate::shared::score::SLACK;
 /// `m` is set this far below the largest exponent, and replaced if an exponent exceeds it by more than the slack, so weights are at most 2⁸.
 const FP8_BELOW: f32 = 7.0;
 const FP8_SLACK: f32 = 8.0;
-/// Subtracting an integer from this number puts the exponent of that integer's inverse power of two into the last mantissa bits.
+/// Equals 2²³ + 127. Subtracting an integer `n` leaves the biased exponent of `2⁻ⁿ` in the last mantissa bits.
 const EXPONENTS: f32 = 8_388_735.0;
 
 #[derive(CubeType)]
