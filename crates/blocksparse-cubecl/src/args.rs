@@ -215,6 +215,8 @@ pub struct Indexing {
 }
 
 impl Indexing {
+    /// Checks the tensors, and returns how kernels index them.
+    ///
     /// # Errors
     /// [`KernelError`] if a tensor's rows are not contiguous, or the device cannot index the largest one.
     pub fn new(

@@ -291,9 +291,8 @@ impl Segments {
         let slopes = options.device_slopes(client, layout, accumulator)?;
         let [table_start, numbers] = summed.stats_len();
         for slice in Slice::whole(request.batch, heads).cut(client) {
-            // SAFETY: a cube reads the tiles that the plan lists for its segment, reads positions below the lengths in the strides and writes its own
-            // sums. The
-            // buffers have the stated lengths (see `buffer`).
+            // SAFETY: a cube reads the tiles that the plan lists for its segment, reads positions below the lengths in the strides and writes its own sums.
+            // The buffers have the stated lengths (see `buffer`).
             unsafe {
                 kernel::launch_unchecked(
                     client,

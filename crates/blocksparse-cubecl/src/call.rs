@@ -161,8 +161,8 @@ pub struct OutputGrads<'a> {
 pub struct Gradients {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: Handle,
-    /// dK `[batch, kv_heads, seq_kv, head_dim]`, followed from element `v_offset` by dV
-    /// `[batch, kv_heads, seq_kv, value_dim]`. They share a buffer because some devices bind only eight.
+    /// dK `[batch, kv_heads, seq_kv, head_dim]`, followed from element `v_offset` by dV `[batch, kv_heads, seq_kv, value_dim]`. They share a buffer because
+    /// some devices bind only eight.
     pub kv: Handle,
     /// Element at which dV begins, a multiple of 4.
     pub v_offset: usize,

@@ -112,8 +112,8 @@ fn write_lines(f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>) -> fmt::R
     lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
 }
 
-/// Plans of a layout and of the device-made choices within it. Each call with such a choice has a layout of its own, of which a plan depends only on
-/// the choice and the name.
+/// Plans of a layout and of the device-made choices within it. Each call with such a choice has a layout of its own, of which a plan depends only on the
+/// choice and the name.
 #[derive(Default)]
 struct Plans(Slots<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>);
 

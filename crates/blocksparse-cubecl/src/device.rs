@@ -30,8 +30,8 @@ fn check_words(words: usize) -> Result<(), KernelError> {
     KernelError::check_u32("the words of a launch plan", words).map(|_| ())
 }
 
-/// Returns the plan of a layout under a tiling, on the client's device. Making it takes seconds for a million positions; only callers that need the
-/// same plan wait.
+/// Returns the plan of a layout under a tiling, on the client's device. Making it takes seconds for a million positions; only callers that need the same
+/// plan wait.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if it has more words than kernels can index.

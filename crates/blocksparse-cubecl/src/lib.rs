@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Only the pairs in the layout's blocks are computed. In the forward and dQ kernels, a cube has a tile of queries and reads the keys they attend to. In
-//! the dK/dV kernel, a cube has a tile of keys and reads the queries that attend to them. There, every output element has one writer. In a fused
-//! backward pass, several tiles of keys add to the same dQ, in f32 and in an order that the plan fixes. So the same input gives the same bits.
-//! Only integer counts use atomics in arbitrary order. [`plan`](blocksparse::plan) describes the tiles of a cube.
+//! the dK/dV kernel, a cube has a tile of keys and reads the queries that attend to them. There, every output element has one writer. In a fused backward
+//! pass, several tiles of keys add to the same dQ, in f32 and in an order that the plan fixes. So the same input gives the same bits. Only integer counts
+//! use atomics in arbitrary order. [`plan`](blocksparse::plan) describes the tiles of a cube.
 //!
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] has the kernels it runs, chosen from the layout, the request and the device, and can be
 //! printed. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
@@ -26,8 +26,8 @@
 //! primitives radix select                                    prelude    what launchers import
 //! ```
 //!
-//! [`rows`] has gathers by an index and merges by lse. Kernels of training ops, page tables and choices by content are in the crates of those,
-//! built on this crate's hidden modules.
+//! [`rows`] has gathers by an index and merges by lse. Kernels of training ops, page tables and choices by content are in the crates of those, built on
+//! this crate's hidden modules.
 
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]

@@ -9,9 +9,8 @@ use super::shared::dropout::{MaskLaunch, mask_launch};
 use blocksparse::Seed;
 use blocksparse::internal::{self, Read, SLOTS};
 
-/// Registers the buffer of a seed table's words ([`SeedTable::words`](blocksparse::SeedTable::words)). The buffer is overwritten in place from now
-/// on, and the
-/// table holds it as long as it lives.
+/// Registers the buffer of a seed table's words ([`SeedTable::words`](blocksparse::SeedTable::words)). The buffer is overwritten in place from now on, and
+/// the table holds it as long as it lives.
 pub fn register(table: u32, words: Handle) {
     internal::keep_on_device(table, Arc::new(words));
 }

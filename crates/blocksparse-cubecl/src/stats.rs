@@ -93,8 +93,8 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
     let lanes = delta::delta_lanes(client.properties(), value_dim / width);
     let units = rows as u64 * lanes as u64;
     let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
-    // SAFETY: a unit reads the row of the query at its place, if there is one, and writes its own two numbers and some of those after all rows. The
-    // buffers have the stated lengths (see `buffer`).
+    // SAFETY: a unit reads the row of the query at its place, if there is one, and writes its own two numbers and some of those after all rows. The buffers
+    // have the stated lengths (see `buffer`).
     unsafe {
         delta::delta::launch_unchecked(
             client,

@@ -77,7 +77,7 @@ pub fn check_score(options: &ScoreOptions) -> Result<(), KernelError> {
     }
 }
 
-/// Checks that the scale is positive, unless there is a softcap: the running maximum is of unscaled scores.
+/// Checks that the scale is positive, unless there is a softcap. The running maximum is of unscaled scores.
 pub fn check_scale(scale: f64, softcap: Option<f64>) -> Result<(), KernelError> {
     match softcap.is_some() || (scale > 0.0 && scale.is_finite()) {
         true => Ok(()),

@@ -1,7 +1,7 @@
 //! The tiers as values: their order, and what each launches.
 //!
-//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of `ORDER`. The first tier that accepts a part of a layout
-//! gets it; the others say why not. `simt` accepts everything, so it comes last.
+//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of `ORDER`. The first tier that accepts a part of a layout gets it; the
+//! others say why not. `simt` accepts everything, so it comes last.
 
 use cubecl::server::Handle;
 

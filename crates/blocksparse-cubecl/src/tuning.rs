@@ -37,8 +37,8 @@ pub struct Tuning {
     pub listed: Option<ListedWay>,
     /// `BLOCKSPARSE_RECORDS`: MiB of pair records at a time.
     pub records: usize,
-    /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences. That is 3 to 6% faster, but PTX's memory model
-    /// does not guarantee the order that the hardware keeps.
+    /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences. That is 3 to 6% faster, but PTX's memory
+    /// model does not guarantee the order that the hardware keeps.
     pub unfenced: bool,
     /// `BLOCKSPARSE_REFERENCE`: whether the reference implementation replaces the kernels.
     pub reference: bool,
@@ -235,9 +235,8 @@ impl Tuning {
         process().as_ref().map_err(|(_, reason)| reason.as_str())
     }
 
-    /// Like [`of_process`](Self::of_process), but returns the default if the environment is invalid. For callers that cannot return an error: the
-    /// code that sets
-    /// up a device has called [`of_process`](Self::of_process) before anything is chosen for it.
+    /// Like [`of_process`](Self::of_process), but returns the default if the environment is invalid. For callers that cannot return an error: the code that
+    /// sets up a device has called [`of_process`](Self::of_process) before anything is chosen for it.
     pub fn or_default() -> &'static Self {
         static DEFAULT: OnceLock<Tuning> = OnceLock::new();
         match process() {

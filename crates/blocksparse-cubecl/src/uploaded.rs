@@ -19,7 +19,7 @@ pub struct DevicePlan {
     pub len: usize,
     pub sections: Sections,
     pub tiles: usize,
-    /// The first tiles in launch order, which add to separate sums.
+    /// Number of first tiles in launch order that add to separate sums.
     pub apart: usize,
     /// See [`TilePlan::between`](blocksparse::plan::TilePlan::between). 0 if blocks are chosen on the device.
     pub between: usize,

@@ -1,8 +1,7 @@
 //! Collective operations of the 32 units of a plane.
 //!
-//! CubeCL's operations first find out which units are active, and those then wait for each other. The PTX versions assume that all are active and
-//! reduce in one
-//! instruction.
+//! CubeCL's operations first find out which units are active, and those then wait for each other. The PTX versions assume that all are active and reduce in
+//! one instruction.
 
 use cubecl::prelude::*;
 

@@ -51,7 +51,7 @@ instructions! {
     /// Tells the compiler that `x` is the same in all units of a warp.
     pub fn uniform(x: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, 0, 31, 0xffffffff;", options(nomem);
 
-    /// Reads this unit's index in the cube again, with `mov` from `tid.x`.
+    /// Returns this unit's index in the cube, read from `%tid.x` again instead of kept in a register.
     pub fn unit() -> u32 = "mov.u32 {o}, %%tid.x;", options(nomem);
 }
 

@@ -121,8 +121,7 @@ pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
 }
 
 instructions! {
-    /// Starts a copy of 16 bytes at `base + position · stride` to shared memory, or of zeros if the position is
-    /// [`NOWHERE`](crate::mma::tile::NOWHERE).
+    /// Starts a copy of 16 bytes at `base + position · stride` to shared memory, or of zeros if the position is [`NOWHERE`](crate::mma::tile::NOWHERE).
     pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) =
         "{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {position}, 0xffffffff; selp.b32 r, 0, {position}, p; \
               selp.b32 n, 0, 16, p; mad.wide.u32 a, r, {stride}, {base}; cp.async.cg.shared.global [{target}], [a], 16, n; }}";
@@ -160,8 +159,8 @@ instructions! {
     pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> = "ld.shared.v2.u32 {o}, [{address}];";
 }
 
-/// Starts a copy of 16 bytes of the row at a position to shared memory. Rows begin at `base` and are `stride` pieces of 16 bytes apart; with `far`, that may
-/// exceed 4 GB.
+/// Starts a copy of 16 bytes of the row at a position to shared memory. Rows begin at `base` and are `stride` pieces of 16 bytes apart; with `far`, that
+/// may exceed 4 GB.
 #[cube]
 pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] far: bool) {
     if comptime!(far) {

@@ -1,15 +1,15 @@
 //! PTX that CubeCL has no functions for: wgmma products, bulk copies of shared memory, fast math.
 //!
-//! `$i` in a text is operand `i` (the output first), and `%n` is register `n` of all operands in sequence. Every
-//! operand must occur in its text, so the last ones are named in a PTX comment.
+//! `$i` in a text is operand `i` (the output first), and `%n` is register `n` of all operands in sequence. Every operand must occur in its text, so the
+//! last ones are named in a PTX comment.
 
 use cubecl::prelude::*;
 
 pub use crate::arch::ptx::*;
 pub use crate::arch::tma::*;
 
-/// PTX of `a · bᵀ` of two K-major operands in shared memory. Both are stored in spans of 128 bytes of a row, `a_span` and
-/// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
+/// PTX of `a · bᵀ` of two K-major operands in shared memory. Both are stored in spans of 128 bytes of a row, `a_span` and `b_span` bytes apart. The first
+/// step overwrites the output, so nothing has to be zeroed.
 fn product_text(of: ProductShape, cols: usize) -> String {
     let (half, fp8, dim) = (of.half, of.fp8, of.depth);
     let (a_span, b_span) = (of.a_span, of.b_span);
@@ -32,9 +32,8 @@ fn product_text(of: ProductShape, cols: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
 }
 
-/// PTX that moves `used` registers of an accumulator of `acc` registers to the output, because inline asm has no operands that are both input and
-/// output. ptxas
-/// removes the moves.
+/// PTX that moves `used` registers of an accumulator of `acc` registers to the output, because inline asm has no operands that are both input and output.
+/// ptxas removes the moves.
 fn moved(acc: usize, used: usize) -> String {
     (0..used)
         .map(|i| format!("mov.f32 %{i}, %{}; ", acc + i))
@@ -131,8 +130,7 @@ fn accumulate_shared_text(
     text + "wgmma.commit_group.sync.aligned; /* $0 $1 */ }"
 }
 
-/// PTX that stores 16 rows of a left operand, swizzled, with spans of 64 columns `span` bytes apart. `$1` is the
-/// address of this unit's first pair.
+/// PTX that stores 16 rows of a left operand, swizzled, with spans of 64 columns `span` bytes apart. `$1` is the address of this unit's first pair.
 fn store_left_text(width: usize, span: usize) -> String {
     let mut text = String::from("{ .reg .b32 a; ");
     for eight in 0..width / 2 {

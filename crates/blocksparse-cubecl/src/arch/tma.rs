@@ -19,8 +19,8 @@ pub fn registers(first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns the descriptor of an operand with the 128-byte swizzle: its address, the distance of its 64-wide spans if the wide
-/// side is not the depth, and groups of 8 rows of 128 bytes.
+/// Returns the descriptor of an operand with the 128-byte swizzle: its address, the distance of its 64-wide spans if the wide side is not the depth, and
+/// groups of 8 rows of 128 bytes.
 #[cube]
 pub fn descriptor(address: u32, #[comptime] span: usize) -> u64 {
     let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);

@@ -1,5 +1,5 @@
-//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, with 64 per warpgroup, and loops over the
-//! queries that attend to the tile.
+//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, with 64 per warpgroup, and loops over the queries that attend to
+//! the tile.
 //!
 //! ```text
 //!            s  = k · qᵀ     p  = exp2(s · log2_scale − lse)     64 keys × `cols` queries per warpgroup, so transposed
@@ -20,20 +20,19 @@
 //!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
 //! ```
 //!
-//! With a threshold, dp starts after p. If no weight of the tile and the step's queries is above `exp(−threshold)`, only the visit and s of the
-//! next step remain of the step.
+//! With a threshold, dp starts after p. If no weight of the tile and the step's queries is above `exp(−threshold)`, only the visit and s of the next step
+//! remain of the step.
 //!
-//! The scratch is f32, and all tiles of a head add to it. Tiles add to the same 16 queries in launch order: the plan has the number of
-//! earlier visits, and a counter the number of completed ones. A tile waits only for tiles launched
-//! before it, so the first running tile never waits. With `apart`, tiles that are much longer than the others have a second scratch. Each warp has its own 16
-//! queries, and so a separate chain. The first visitor stores, so only the counters must be zeroed. The last one computes dQ from the sums, or
-//! [`finish`](super::backward_stats::finish) does.
+//! The scratch is f32, and all tiles of a head add to it. Tiles add to the same 16 queries in launch order: the plan has the number of earlier visits, and
+//! a counter the number of completed ones. A tile waits only for tiles launched before it, so the first running tile never waits. With `apart`, tiles that
+//! are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a separate chain. The first visitor stores, so only the
+//! counters must be zeroed. The last one computes dQ from the sums, or [`finish`](super::backward_stats::finish) does.
 //!
-//! With `persistent`, a cube computes tile after tile. It draws the next ones from a counter, holds the keys and values of two, and computes the
-//! first s of the next tile along with the last dQ of the current one.
+//! With `persistent`, a cube computes tile after tile. It draws the next ones from a counter, holds the keys and values of two, and computes the first s of
+//! the next tile along with the last dQ of the current one.
 //!
-//! The scratch has the layout of wgmma's results, from outer to inner: 16 queries, part of the columns, 8 of the queries, 16
-//! columns, and the four numbers of each lane.
+//! The scratch has the layout of wgmma's results, from outer to inner: 16 queries, part of the columns, 8 of the queries, 16 columns, and the four numbers
+//! of each lane.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -67,11 +66,10 @@ impl BackwardTile {
 }
 
 /// `operands` are tensor maps `[batch, heads, seq, dim]` of `k`, `v`, `q` and `grad_out`, or with `residue` `[batch, heads, stride, seq / stride, dim]`.
-/// `stats` is a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place. `scratch` is described above.
-/// `counters` has one per 16 queries (8 if groups have no more) and half of the columns. `out` is
-/// `[batch, kv_heads, seq_kv, dim]` in vectors of eight elements, with dV from vector `second` on. With `carry`, dK and dV are added to it. If cubes
-/// share the queries of a tile, `out` gets their sums: see [`shares`](super::shares). If biases are
-/// added to scores that are not softcapped, `cap_scale` is the scale.
+/// `stats` is a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place. `scratch` is described above. `counters` has one
+/// per 16 queries (8 if groups have no more) and half of the columns. `out` is `[batch, kv_heads, seq_kv, dim]` in vectors of eight elements, with dV from
+/// vector `second` on. With `carry`, dK and dV are added to it. If cubes share the queries of a tile, `out` gets their sums: see [`shares`](super::shares).
+/// If biases are added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     operands: MainloopOperands<TensorMap<u32, Tiled>>,
@@ -188,8 +186,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     }
 }
 
-/// Computes the cube's `turn`-th tile. If `chain.started`, `s` has the products of its first step. Returns those of the next tile's
-/// first step.
+/// Computes the cube's `turn`-th tile. If `chain.started`, `s` has the products of its first step. Returns those of the next tile's first step.
 #[cube]
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     out: &mut [Vector<u32, Four>],

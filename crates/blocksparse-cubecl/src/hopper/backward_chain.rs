@@ -1,8 +1,7 @@
 //! The chains in which the warps of a backward pass add to dQ, one tile of keys after the other.
 //!
-//! With [`finishes`](BackwardTile::finishes), the last tile to visit 16 queries adds its part to the sums of those
-//! before it and writes dQ, so no later launch reads the sums again. Otherwise
-//! [`finish`](super::backward_stats::finish) does that.
+//! With [`finishes`](BackwardTile::finishes), the last tile to visit 16 queries adds its part to the sums of those before it and writes dQ, so no later
+//! launch reads the sums again. Otherwise [`finish`](super::backward_stats::finish) does that.
 
 // Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
@@ -84,8 +83,8 @@ pub fn visit_of(chain: &Chain, word: u32, row: u32, #[comptime] t: BackwardTile)
 
 /// Posts the visit whose additions the unit started last, once they are in memory. Then their buffer is free.
 ///
-/// The wait for bulk additions makes them visible to the unit. The fence and the post release them, and the next visitor's read of the counter and its fence
-/// acquire them, as PTX's memory model requires. [`add_queries`] puts a proxy fence between that and its own addition.
+/// The wait for bulk additions makes them visible to the unit. The fence and the post release them, and the next visitor's read of the counter and its
+/// fence acquire them, as PTX's memory model requires. [`add_queries`] puts a proxy fence between that and its own addition.
 #[cube]
 pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
     bulk_wait();

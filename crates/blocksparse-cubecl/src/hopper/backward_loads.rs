@@ -84,8 +84,8 @@ pub fn heads_of_cube(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
     heads
 }
 
-/// Returns tile `index` of the launch. Heads alternate: tiles of one head wait for each other, so few of them should run at once,
-/// but those that do share what they read in the cache.
+/// Returns tile `index` of the launch. Heads alternate: tiles of one head wait for each other, so few of them should run at once, but those that do share
+/// what they read in the cache.
 #[cube]
 pub fn tile_of_launch(
     plan: &[u32],
@@ -333,8 +333,8 @@ pub fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime
     }
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free. The step is of the current tile, the cube's `turn`-th, or else
-/// of the next one. All units must call it together.
+/// Loads the cursor's step, if there is one, once its buffer is free. The step is of the current tile, the cube's `turn`-th, or else of the next one. All
+/// units must call it together.
 #[cube]
 pub fn load_next(
     plan: &[u32],

@@ -10,9 +10,9 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Listing, Strides, position_of};
 use crate::shared::score::LOW;
 
-/// Computes `stats[head, place] = (lse · log2 e, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each place, and
-/// zeros the counters. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic. Places without a
-/// position get zeros. A unit has eight columns of a row, and a row has `lanes` units.
+/// Computes `stats[head, place] = (lse · log2 e, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each place, and zeros the counters. Rows
+/// without keys get lse and delta 0, so that no infinity enters the arithmetic. Places without a position get zeros. A unit has eight columns of a row, and
+/// a row has `lanes` units.
 #[cube(launch_unchecked)]
 pub fn stats(
     out: &[Vector<u32, Const<4>>],
@@ -63,7 +63,7 @@ pub fn stats(
         if exists {
             log = lse[out_row];
         }
-        // Below half of the lowest finite number.
+        // Rows without keys have lse −∞.
         let none = log < f32::new(LOW);
         #[comptime]
         match grad_lse {
@@ -127,8 +127,8 @@ fn clear(counters: &mut [u32], row: u32, rows: u32, #[comptime] t: BackwardTile)
     }
 }
 
-/// Computes dQ `[batch, heads, seq_q, dim]` from the sums. A unit computes eight columns of a row. Queries without visits get zeros. With
-/// `apart`, the second scratch is added to the first. With `carry`, dQ is added to the present values.
+/// Computes dQ `[batch, heads, seq_q, dim]` from the sums. A unit computes eight columns of a row. Queries without visits get zeros. With `apart`, the
+/// second scratch is added to the first. With `carry`, dQ is added to the present values.
 #[cube(launch_unchecked)]
 pub fn finish(
     scratch: &[Vector<f32, Const<2>>],

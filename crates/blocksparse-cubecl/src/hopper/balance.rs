@@ -18,13 +18,12 @@ const CUBE: usize = 1;
 const SHARING_CUBE: usize = 5;
 /// Overhead of that launch.
 const LAUNCH: usize = 2;
-/// Cubes are not equally fast, because they wait for each other at the sums of dQ. The longest may take this fraction of its time longer, while
-/// the others are idle.
+/// Cubes are not equally fast, because they wait for each other at the sums of dQ. The longest may take this fraction of its time longer, while the others
+/// are idle.
 const SLOWER: usize = 16;
 /// Least factor that sharing must save.
 const WORTHWHILE: f64 = 1.05;
-/// With more tiles than this per multiprocessor, usually no tile is a notable part of the pass, and the sums of all of
-/// them would take much memory.
+/// With more tiles than this per multiprocessor, usually no tile is a notable part of the pass, and the sums of all of them would take much memory.
 const MANY: usize = 8;
 /// To be shared, the longest tile must take at least this fraction of the time of a mainloop.
 const NOTABLE: usize = 20;
@@ -61,9 +60,8 @@ pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     best.1
 }
 
-/// Returns two mainloops, if they should be faster than the fused pass. That is so if the fused pass would wait for a long tile, whose steps cubes
-/// can share in the
-/// mainloops. If all tiles are alike, the mainloops take `gain` times the time of the fused pass.
+/// Returns two mainloops, if they should be faster than the fused pass. That is so if the fused pass would wait for a long tile, whose steps cubes can
+/// share in the mainloops. If all tiles are alike, the mainloops take `gain` times the time of the fused pass.
 pub(super) fn faster_mainloops(
     part: &PartRequest,
     fused: &BackwardTile,
@@ -101,9 +99,8 @@ pub(super) fn faster_mainloops(
     (time > FASTER * gain * of_mainloops).then_some(mainloops)
 }
 
-/// Whether a tile of `turns` query heads may be a notable part of a mainloop. An estimate without counting steps: the longest tile attends to
-/// everything, and the
-/// number of steps is at least what the blocks alone would take.
+/// Whether a tile of `turns` query heads may be a notable part of a mainloop. An estimate without counting steps: the longest tile attends to everything,
+/// and the number of steps is at least what the blocks alone would take.
 fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usize) -> bool {
     let layout = part.layout;
     let [_, others] = tiling.mainloop.lengths(layout);
@@ -155,8 +152,8 @@ impl<'a> Work<'a> {
         (0..self.part.request.batch).map(of_entry).sum()
     }
 
-    /// Returns the time until the last cube ends, in steps, with `shares` cubes per tile and one cube at a time on each multiprocessor. Cubes
-    /// start in launch order.
+    /// Returns the time until the last cube ends, in steps, with `shares` cubes per tile and one cube at a time on each multiprocessor. Cubes start in
+    /// launch order.
     fn time(&self, shares: usize, multiprocessors: usize) -> usize {
         let (layout, request) = (self.part.layout, self.part.request);
         let (batch, kv_heads) = (request.batch, request.kv_heads);

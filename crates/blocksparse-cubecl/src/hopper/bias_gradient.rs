@@ -1,5 +1,5 @@
-//! The gradient of a bias tensor, pair by pair. A cube has a tile of pairs, which is one step of a tile of queries. It keeps the sums of the pairs' gradients
-//! in registers, and loops over all batch entries and heads that share the bias: the *members*.
+//! The gradient of a bias tensor, pair by pair. A cube has a tile of pairs, which is one step of a tile of queries. It keeps the sums of the pairs'
+//! gradients in registers, and loops over all batch entries and heads that share the bias: the *members*.
 //!
 //! ```text
 //! s  = q · kᵀ      p  = exp2(s · log2_scale − lse)        of one member after the other
@@ -13,9 +13,9 @@
 //!     dp done:     sums
 //! ```
 //!
-//! The operands of one product are a stage. All members have the same queries and keys, so the loads differ in head and batch entry only. Every
-//! element of the gradient has one writer, which sums in the order of batch entries and heads. Heads with other patterns than the launch's are
-//! skipped: each pattern has a launch, and later launches add to the present values.
+//! The operands of one product are a stage. All members have the same queries and keys, so the loads differ in head and batch entry only. Every element of
+//! the gradient has one writer, which sums in the order of batch entries and heads. Heads with other patterns than the launch's are skipped: each pattern
+//! has a launch, and later launches add to the present values.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -142,8 +142,8 @@ fn is_other(plan: &[u32], parts: &PlanParts, members: &Members, member: &Member)
     other
 }
 
-/// `q`, `k`, `v` and `grad_out` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`.
-/// `stats` is `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place. `gradient` has the bias's shape. The grid is
+/// `q`, `k`, `v` and `grad_out` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. `stats` is
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place. `gradient` has the bias's shape. The grid is
 /// `[steps of the pattern, heads of the bias, its batch entries]`.
 #[cube(launch_unchecked)]
 pub fn bias_gradient<S: Size, P: Size>(

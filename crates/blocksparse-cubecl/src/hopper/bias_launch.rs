@@ -65,8 +65,8 @@ pub fn launch_bias_pairs(
         tile.base.carry |= index > 0;
         tile.several = pattern.is_some();
         for slice in Slice::whole(own_batches, own_heads).cut(client) {
-            // SAFETY: a cube computes a step of the plan. TMA reads nothing beyond its maps. Elements are written at positions below the
-            // lengths of queries and keys. The buffers have the stated lengths (see `buffer`).
+            // SAFETY: a cube computes a step of the plan. TMA reads nothing beyond its maps. Elements are written at positions below the lengths of queries
+            // and keys. The buffers have the stated lengths (see `buffer`).
             unsafe {
                 bias_gradient::launch_unchecked(
                     client,

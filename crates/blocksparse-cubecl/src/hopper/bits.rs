@@ -1,7 +1,7 @@
 //! Bits of coarse entries: which blocks of a step a warp's rows attend to.
 //!
-//! A warp has 16 rows of a tile, and so rows of one block if blocks are 16 or wider. Its bits are the same for all its
-//! units, and one load gets them before any score is computed.
+//! A warp has 16 rows of a tile, and so rows of one block if blocks are 16 or wider. Its bits are the same for all its units, and one load gets them before
+//! any score is computed.
 
 use cubecl::prelude::*;
 

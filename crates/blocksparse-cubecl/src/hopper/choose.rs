@@ -19,12 +19,10 @@ use crate::tuning::{TierLimit, Tuning};
 use blocksparse::plan::{Grouping, Mainloop, NarrowCosts, has_long_tiles};
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
 
-/// Mean number of steps per tile below which a mainloop of the fused backward pass is short: then the prologue and epilogue of a tile
-/// take much of its time.
+/// Mean number of steps per tile below which a mainloop of the fused backward pass is short: then the prologue and epilogue of a tile take much of its time.
 const SHORT_MAINLOOP: f64 = 12.0;
 
-/// Least width. Rows are padded with zeros to multiples of 64 columns, and narrower rows would have more padding than
-/// elements.
+/// Least width. Rows are padded with zeros to multiples of 64 columns, and narrower rows would have more padding than elements.
 const LEAST: usize = 40;
 
 /// Upper bounds of classes of widths. Tiles of a class have the same shapes.
@@ -120,8 +118,8 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     if dim > 128 || !dim.is_multiple_of(16) || !value_dim.is_multiple_of(16) {
         return Err("a width is no multiple of 16 from 48 to 128");
     }
-    // A multiprocessor runs three cubes of one warpgroup, whose products and exponentials overlap. For narrow heads there are registers for
-    // overlapping steps too.
+    // A multiprocessor runs three cubes of one warpgroup, whose products and exponentials overlap. For narrow heads there are registers for overlapping
+    // steps too.
     let tile = Tile {
         base: Base::new(part, (plain.half, dim / 2), Mainloop::Rows, [1, 128, 2, 1]),
         fp8: true,
@@ -158,8 +156,8 @@ fn of_rows(part: &PartRequest, rows: usize, uneven: bool) -> f64 {
     waste * few.max(1.0) * (1.0 + idle)
 }
 
-/// Fraction of a multiprocessor's time that is lost if it has one cube and rows are uneven. For a causal pattern with 8 heads of width 64, tiles of
-/// 64 rows take
+/// Fraction of a multiprocessor's time that is lost if it has one cube and rows are uneven. For a causal pattern with 8 heads of width 64, tiles of 64 rows
+/// take
 const UNEVEN: f64 = 0.7;
 
 /// Whether a row of blocks is much longer than the mean, as in causal patterns.
@@ -240,8 +238,8 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     if part.limit == TierLimit::HopperForward {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    // Visits are counted on the host. If a device chooses only pairs, the host still knows the places. Tiles of gathered rows attend to few others, and would
-    // wait for those.
+    // Visits are counted on the host. If a device chooses only pairs, the host still knows the blocks. Tiles of gathered rows attend to few others, and
+    // would wait for those.
     let lists = |choice: &&DeviceChoice| matches!(choice.by, BlockSource::Keys { .. });
     let places = (layout.device_choice().filter(lists))
         .and_then(|_| layout.places())
@@ -259,9 +257,7 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         return mainloops(part, &forward);
     }
     // A tile of blocks with different patterns computes pairs that some of them mask, where two mainloops may have tiles of half the height. Also,
-    // neighbouring
-    // tiles that attend to different queries get out of step and wait for each other at the sums of dQ. Residue classes
-    // share no queries.
+    // neighbouring tiles that attend to different queries get out of step and wait for each other at the sums of dQ. Residue classes share no queries.
     let may_cluster = part.request.may_cluster(layout, Mainloop::Columns);
     let [small, grouping, large] = [1, 2, 4].map(|groups| {
         let shape = [GROUP_ROWS * groups, 64];
@@ -307,8 +303,8 @@ fn fused(
     base.tiling.visits = true;
     let steps = steps_of_tile(part.layout, part.request, cols);
     let short = steps * grouping.overhead < SHORT_MAINLOOP;
-    // A persistent cube has a few registers less, and dropout needs many: 300 bytes are spilled instead of 24, and
-    // preloading the next tile's keys does not pay for that (local pattern: 0.43 ms instead of 0.38).
+    // A persistent cube has a few registers less, and dropout needs many: 300 bytes are spilled instead of 24, and preloading the next tile's keys does not
+    // pay for that (local pattern: 0.43 ms instead of 0.38).
     let spills = forward.score.dropout;
     let tile = BackwardTile {
         base: base.clustered(grouping.clustered),

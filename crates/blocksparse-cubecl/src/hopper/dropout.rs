@@ -75,8 +75,7 @@ fn each_pair(
 }
 
 /// Returns the bits of the unit's pairs in 64 columns from `first` on. In a loop over rows, four lanes share the counters of two rows. In a loop over
-/// columns,
-/// eight lanes share those of two groups of eight keys. Each lane computes four of the counters ([`collect`]).
+/// columns, eight lanes share those of two groups of eight keys. Each lane computes four of the counters ([`collect`]).
 #[cube]
 fn shared_pairs(
     mask: &Mask,
@@ -170,8 +169,7 @@ pub fn drop_out<S: Size>(
 }
 
 /// Rotates the bits by one, for [`drop_gradient`]. If the same word were tested twice, compilers would keep 32 predicates from the first test to the
-/// second, packing
-/// and unpacking them on the way.
+/// second, packing and unpacking them on the way.
 #[cube]
 pub fn kept_again(kept: &Array<u32>, #[comptime] t: Base) -> Array<u32> {
     let words = comptime!(if t.score.dropout { t.cols / 64 } else { 1 });

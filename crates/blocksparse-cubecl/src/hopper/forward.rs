@@ -9,16 +9,16 @@
 //!     o = a · o + x
 //! ```
 //!
-//! Two cubes, or two warpgroups, share a multiprocessor and fill each other's gaps. With `overlap`, a warpgroup fills
-//! its own: it computes `o += p · V(j − 1)` during the softmax of step j, and two such warpgroups alternate at
-//! the tensor cores. That needs more registers, and pays off if few warps share a multiprocessor.
+//! Two cubes, or two warpgroups, share a multiprocessor and fill each other's gaps. With `overlap`, a warpgroup fills its own: it computes
+//! `o += p · V(j − 1)` during the softmax of step j, and two such warpgroups alternate at the tensor cores. That needs more registers, and pays off if few
+//! warps share a multiprocessor.
 //!
 //! With a threshold, a warpgroup skips the exponentials and the second product of a step if all its scores are below `m` by more than that. The values have
 //! already been loaded. Steps cannot overlap then, because the next product is known too late.
 //!
-//! There is no producer warp. With 256 units each can have 255 registers, with 288 only 168, and CubeCL sets no bound on the
-//! cubes per multiprocessor, without which ptxas ignores `setmaxnreg`. Instead, the boxes of a step are distributed
-//! over the warps, since each box takes a warp some thirty instructions.
+//! There is no producer warp. With 256 units each can have 255 registers, with 288 only 168, and CubeCL sets no bound on the cubes per multiprocessor,
+//! without which ptxas ignores `setmaxnreg`. Instead, the boxes of a step are distributed over the warps, since each box takes a warp some thirty
+//! instructions.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -40,13 +40,12 @@ use crate::shared::addressing::{ForwardOutputs, Four, PlanWords, Qkv, Schedule, 
 use crate::shared::own_rows::own_rows;
 use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 
-/// `q`, `k` and `v` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. out is in vectors of
-/// eight elements.
+/// `q`, `k` and `v` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. out is in vectors of eight
+/// elements.
 ///
-/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`.
-/// `lse_scale` is `log2 e / log2_scale`, the factor from the natural logarithm to scores. In FP8, `scales` are those of the tensors, times the factor of
-/// scores; maxima are base-2 exponents, and `log2_scale` is 1. If biases are added to scores that are not softcapped,
-/// `cap_scale` is the scale.
+/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`. `lse_scale` is
+/// `log2 e / log2_scale`, the factor from the natural logarithm to scores. In FP8, `scales` are those of the tensors, times the factor of scores; maxima
+/// are base-2 exponents, and `log2_scale` is 1. If biases are added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn forward<S: Size, P: Size, O: Size>(
     inputs: Qkv<TensorMap<u32, Tiled>>,

@@ -22,17 +22,13 @@ use blocksparse::BlockLayout;
 /// Number of heads of keys that alternate in the grid if tiles may wait for each other for long.
 pub(super) const SPREAD: u32 = 64;
 /// Number of shares of heads that alternate in the grid if cubes share a tile. Then some eight tiles of each run at once, and find in the cache what
-/// earlier ones
-/// read and added to.
+/// earlier ones read and added to.
 pub(super) const SPREAD_SHARES: u32 = 16;
 
-/// Returns the number of heads of keys that alternate in the grid if no cubes share a tile. Tiles of a head that run at once find the queries that
-/// they read and
-/// the sums of dQ that they add to in the cache. But they wait for each other, mostly at their beginnings. If no tile is much shorter than those
-/// before it, as
-/// many tiles that share queries run at once as were fastest on an H100: for 64 such tiles under a causal mask some 4 at width 64 and 16 at width
-/// 128, for 32 in
-/// a document 4 at width 128. If there are few such tiles, none should wait.
+/// Returns the number of heads of keys that alternate in the grid if no cubes share a tile. Tiles of a head that run at once find the queries that they
+/// read and the sums of dQ that they add to in the cache. But they wait for each other, mostly at their beginnings. If no tile is much shorter than those
+/// before it, as many tiles that share queries run at once as were fastest on an H100: for 64 such tiles under a causal mask some 4 at width 64 and 16 at
+/// width 128, for 32 in a document 4 at width 128. If there are few such tiles, none should wait.
 fn spread(plan: &DevicePlan, dim: usize, multiprocessors: usize) -> u32 {
     if plan.between == 0 {
         return SPREAD;
@@ -301,8 +297,8 @@ impl Launch<'_> {
             device_plan.apart as u32,
             sizes.rows as u32,
         );
-        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps, and adds to sums of places
-        // below `pitch` of a head. Rows beyond the keys are not written. The buffers have the stated lengths (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps, and adds to sums of places below `pitch` of
+        // a head. Rows beyond the keys are not written. The buffers have the stated lengths (see `buffer`).
         unsafe {
             backward::backward::launch_unchecked(
                 pass.client,

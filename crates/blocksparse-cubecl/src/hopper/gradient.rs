@@ -7,8 +7,7 @@ use super::rows::within;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing};
 
-/// Sets scores of pairs that are not allowed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
-/// `quad + 1` of every group of eight.
+/// Sets scores of pairs that are not allowed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and `quad + 1` of every group of eight.
 #[cube]
 pub fn mask<S: Size>(
     s_in: Vector<f32, S>,

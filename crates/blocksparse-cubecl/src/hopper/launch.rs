@@ -123,8 +123,8 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
         (lse_scale, scales.0) = (log2_e, 1.0);
     }
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps. Rows beyond the queries are not
-        // written. The buffers have the stated lengths (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps. Rows beyond the queries are not written.
+        // The buffers have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,

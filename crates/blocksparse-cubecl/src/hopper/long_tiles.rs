@@ -1,11 +1,9 @@
 //! Long tiles of the two mainloops, whose steps several cubes share.
 //!
 //! If all queries attend to a few keys, such as attention sinks or the first block of native sparse attention, the tile of these keys has all queries of
-//! all heads that share them, while other tiles have a few. Then a single cube determines the time of the mainloop. So several cubes each take a
-//! stretch of the
-//! steps of such a tile ([`balance`](super::balance) chooses the tiles and the number of cubes) and write their sums in f32, and [`fold_tiles`] adds
-//! them up in
-//! order.
+//! all heads that share them, while other tiles have a few. Then a single cube determines the time of the mainloop. So several cubes each take a stretch of
+//! the steps of such a tile ([`balance`](super::balance) chooses the tiles and the number of cubes) and write their sums in f32, and [`fold_tiles`] adds
+//! them up in order.
 //!
 //! ```text
 //! cubes of a head    tile 0, by falling steps      tile 1                    …    then one for each other tile
@@ -210,8 +208,8 @@ pub struct TurnSteps {
     pub end: u32,
 }
 
-/// Returns the stretch's steps in a head with `steps` steps. From the head's first step on, `before` steps come before the stretch, of which `done` steps are
-/// completed.
+/// Returns the stretch's steps in a head with `steps` steps. From the head's first step on, `before` steps come before the stretch, of which `done` steps
+/// are completed.
 #[cube]
 pub fn steps_of_turn(
     before: u32,

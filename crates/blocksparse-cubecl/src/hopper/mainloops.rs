@@ -1,5 +1,5 @@
-//! The backward pass in two launches of one kernel: dQ by a loop over rows, and dK and dV by a loop over columns. It has one cube per tile and
-//! one warpgroup per 64 of its rows.
+//! The backward pass in two launches of one kernel: dQ by a loop over rows, and dK and dV by a loop over columns. It has one cube per tile and one
+//! warpgroup per 64 of its rows.
 //!
 //! ```text
 //!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
@@ -17,8 +17,8 @@
 //!
 //! With a threshold, dp starts after p, and only if a weight of the warpgroup is at least `exp(−threshold)`. Otherwise the step ends there.
 //!
-//! p and ds are left operands in registers, and never go through shared memory. In a loop over columns, s, p, dp and ds
-//! are transposed, and lse and delta belong to columns, so TMA loads them with the step. `out1 · scale` is dQ or dK, and out2 is dV.
+//! p and ds are left operands in registers, and never go through shared memory. In a loop over columns, s, p, dp and ds are transposed, and lse and delta
+//! belong to columns, so TMA loads them with the step. `out1 · scale` is dQ or dK, and out2 is dV.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -38,11 +38,11 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
 
-/// `operands` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`.
-/// `stats` is `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as a buffer. `out` is
-/// `[batch, heads, len, dim]` in vectors of eight elements, with out2 from vector `second` on, or with `bias_sums` `[batch, query heads, len]` in f32. With
-/// `carry`, the results are added to it. If cubes share tiles, their sums go to `shares`: see [`long_tiles`](super::long_tiles). If biases are
-/// added to scores that are not softcapped, `cap_scale` is the scale.
+/// `operands` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. `stats` is
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as a buffer. `out` is `[batch, heads, len, dim]` in
+/// vectors of eight elements, with out2 from vector `second` on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry`, the results are
+/// added to it. If cubes share tiles, their sums go to `shares`: see [`long_tiles`](super::long_tiles). If biases are added to scores that are not
+/// softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_mainloop<S: Size, P: Size, O: Size>(
     operands: MainloopOperands<TensorMap<u32, Tiled>>,

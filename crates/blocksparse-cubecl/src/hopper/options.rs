@@ -1,7 +1,7 @@
 //! Options of scores besides products: ALiBi, the bias tensor, the table of distances, and the arguments of dropout.
 //!
-//! All of them depend on positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two adjacent columns of every group of
-//! eight. In the order of wgmma's result, its numbers belong to
+//! All of them depend on positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two adjacent columns of every group of eight. In the order
+//! of wgmma's result, its numbers belong to
 //!
 //! ```text
 //! number 4 · eight + i      row r + 8 · (i / 2), column 8 · eight + 2 · (lane mod 4) + i mod 2
@@ -167,8 +167,8 @@ pub fn cap<S: Size>(
     }
 }
 
-/// Multiplies weights by the derivative of the softcap, `1 − (s / softcap)²`, for scores that are softcapped or −∞. A division per
-/// pair would take ten instructions.
+/// Multiplies weights by the derivative of the softcap, `1 − (s / softcap)²`, for scores that are softcapped or −∞. A division per pair would take ten
+/// instructions.
 #[cube]
 pub fn slope_weights<S: Size>(
     p: Vector<f32, S>,
@@ -189,8 +189,8 @@ pub fn slope_weights<S: Size>(
     sloped
 }
 
-/// Turns products, or softcapped products, into scores: `scale · s − slope · |distance| + bias + table[distance]`, with the last query
-/// aligned to the last key. The step's first entry is at word `entry`.
+/// Turns products, or softcapped products, into scores: `scale · s − slope · |distance| + bias + table[distance]`, with the last query aligned to the last
+/// key. The step's first entry is at word `entry`.
 #[cube]
 pub fn add_biases<S: Size>(
     s_in: Vector<f32, S>,
@@ -327,8 +327,8 @@ fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: Base) 
     read_half(row.begin + u64::cast_from(col) * step, col, row.end, t.half)
 }
 
-/// Returns the place of the eight of 32 columns that a lane reads: the first of them. In a loop over columns, columns are queries, and it is the
-/// one whose bias the lane reads.
+/// Returns the place of the eight of 32 columns that a lane reads: the first of them. In a loop over columns, columns are queries, and it is the one whose
+/// bias the lane reads.
 #[cube]
 fn wide_place(plan: &[u32], entry: usize, #[comptime] part: usize, #[comptime] t: Base) -> u32 {
     let lane = unit() % 32;
@@ -342,8 +342,8 @@ fn wide_place(plan: &[u32], entry: usize, #[comptime] part: usize, #[comptime] t
     place
 }
 
-/// Reads 16 bytes of bias, which are one query and eight keys, of one of four groups of eight columns. Exchanges them for the unit's own two numbers of
-/// all four groups, or for those of [`bias_word`].
+/// Reads 16 bytes of bias, which are one query and eight keys, of one of four groups of eight columns. Exchanges them for the unit's own two numbers of all
+/// four groups, or for those of [`bias_word`].
 #[cube]
 fn read_wide(row: &BiasRow, place: u32, #[comptime] t: Base) -> Vector<u32, Const<4>> {
     let lane = unit() % 32;

@@ -1,8 +1,8 @@
 //! Sums of cubes that share the queries of a tile of keys.
 //!
-//! A cube of the fused backward pass has a tile of keys and all query heads that share them. Few keys make few cubes, and under a causal
-//! mask the first tile has twice the mean number of queries, so the longest cube determines the time of the pass. So several cubes share the query heads of a
-//! tile ([`balance`](super::balance) chooses how many). Each writes its sums of dK and dV in f32, and [`fold`] adds them up in order.
+//! A cube of the fused backward pass has a tile of keys and all query heads that share them. Few keys make few cubes, and under a causal mask the first
+//! tile has twice the mean number of queries, so the longest cube determines the time of the pass. So several cubes share the query heads of a tile
+//! ([`balance`](super::balance) chooses how many). Each writes its sums of dK and dV in f32, and [`fold`] adds them up in order.
 //!
 //! ```text
 //! sums   [shares, dK | dV, batch, kv_heads, seq_kv, width]
@@ -92,9 +92,8 @@ pub fn fold(
     }
 }
 
-/// Adds up eight numbers of each of `shares` shares in order, and stores them at vector `target`. A share's numbers are at vector `at`, `between`
-/// vectors after
-/// the previous share's. With `carry`, they are added to the present values.
+/// Adds up eight numbers of each of `shares` shares in order, and stores them at vector `target`. A share's numbers are at vector `at`, `between` vectors
+/// after the previous share's. With `carry`, they are added to the present values.
 #[cube]
 pub fn fold_eight(
     sums: &[Vector<f32, Four>],

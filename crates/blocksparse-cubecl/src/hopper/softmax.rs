@@ -29,8 +29,8 @@ pub struct Softmax<S: Size> {
     pub top1: f32,
 }
 
-/// Performs a step of online softmax. With coarse entries, which have `blocks` blocks per row, only blocks whose bits are set in `kept` count; scores of the
-/// others are arbitrary.
+/// Performs a step of online softmax. With coarse entries, which have `blocks` blocks per row, only blocks whose bits are set in `kept` count; scores of
+/// the others are arbitrary.
 #[cube]
 pub fn softmax<S: Size>(
     s: Vector<f32, S>,

@@ -125,9 +125,8 @@ impl<O: Size> RowSums<O> {
     }
 }
 
-/// Returns the scores of step `j`: softcapped, with biases, and −∞ where masked. Waits until at most `pending` products after `started` are
-/// unfinished. Once the
-/// products are complete, marks the keys at `stage` as free.
+/// Returns the scores of step `j`: softcapped, with biases, and −∞ where masked. Waits until at most `pending` products after `started` are unfinished.
+/// Once the products are complete, marks the keys at `stage` as free.
 #[cube]
 pub fn step_scores<S: Size>(
     started: Vector<f32, S>,

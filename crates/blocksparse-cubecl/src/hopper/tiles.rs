@@ -156,13 +156,12 @@ pub struct BackwardTile {
     pub base: Base,
     /// Whether cubes compute tile after tile.
     pub persistent: bool,
-    /// Whether the last visitor of queries writes their dQ: see `backward_chain`. Not used for long mainloops
-    /// and narrow heads, where it gains nothing.
+    /// Whether the last visitor of queries writes their dQ: see `backward_chain`. Not used for long mainloops and narrow heads, where it gains nothing.
     pub finishes: bool,
     /// Number of cubes that share the query heads of a head of keys: see `shares`.
     pub shares: usize,
-    /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is too, but PTX's memory model
-    /// requires a fence.
+    /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is too, but PTX's memory model requires a
+    /// fence.
     pub unfenced: bool,
 }
 
@@ -182,8 +181,8 @@ impl BackwardTile {
         eight as u32 * if self.group == 8 { 128 } else { 64 }
     }
 
-    /// Whether dK takes ds from registers and starts before the barrier of the warpgroups. With the 128 queries of narrow heads, short mainloops
-    /// would get 20% slower.
+    /// Whether dK takes ds from registers and starts before the barrier of the warpgroups. With the 128 queries of narrow heads, short mainloops would get
+    /// 20% slower.
     pub(super) fn dk_first(&self) -> bool {
         self.dim > 64
     }

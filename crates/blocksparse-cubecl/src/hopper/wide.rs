@@ -9,11 +9,9 @@
 //!                      s of step j + 1   wgmma, started        dp of step j + 1  wgmma, started
 //! ```
 //!
-//! Both warpgroups issue the same instruction for each product, with different operands. The 256 columns of dK and of dV take 128 registers per unit
-//! each, so a
-//! warpgroup has registers for only one of them. The first warpgroup passes its weights through shared memory to the same unit of the other, in half
-//! precision;
-//! with a softcap, already multiplied by its derivative. The second warpgroup lags behind, so it loads.
+//! Both warpgroups issue the same instruction for each product, with different operands. The 256 columns of dK and of dV take 128 registers per unit each,
+//! so a warpgroup has registers for only one of them. The first warpgroup passes its weights through shared memory to the same unit of the other, in half
+//! precision; with a softcap, already multiplied by its derivative. The second warpgroup lags behind, so it loads.
 
 // Variables in kernels need an initial value.
 #![allow(unused_assignments)]

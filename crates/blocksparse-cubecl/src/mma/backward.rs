@@ -1,5 +1,4 @@
-//! The backward kernel for dQ (a loop over rows) and for dK and dV (a loop over columns). It has one cube per tile and
-//! one warp per 16 or 32 of its rows.
+//! The backward kernel for dQ (a loop over rows) and for dK and dV (a loop over columns). It has one cube per tile and one warp per 16 or 32 of its rows.
 //!
 //! ```text
 //!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
@@ -7,10 +6,10 @@
 //! columns    k   v    q   dO        out1 += ds · b1    out2 += p · b2   (columns only)
 //! ```
 //!
-//! While step j is computed, the rows of step j + 1 are copied and the positions of step j + 2 are computed. p and ds
-//! are left operands in registers. In a loop over columns, s, p, dp and ds are transposed, and lse and delta belong to columns and
-//! are copied with the step. `out1 · scale` is dQ or dK, and out2 is dV. Biases are added to s as in the forward pass. With dropout, dp and the p in
-//! `p · b2` have the factors of the forward pass. With a threshold, a warp skips the work after p if all its p are below `exp(−threshold)`.
+//! While step j is computed, the rows of step j + 1 are copied and the positions of step j + 2 are computed. p and ds are left operands in registers. In a
+//! loop over columns, s, p, dp and ds are transposed, and lse and delta belong to columns and are copied with the step. `out1 · scale` is dQ or dK, and
+//! out2 is dV. Biases are added to s as in the forward pass. With dropout, dp and the p in `p · b2` have the factors of the forward pass. With a threshold,
+//! a warp skips the work after p if all its p are below `exp(−threshold)`.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -46,14 +45,13 @@ pub struct MainloopLengths {
     pub chunks: u32,
 }
 
-/// `a1`, `a2`, `b1` and `b2` are in words. The strides of their outer dimensions are multiples of 16 bytes. `stats` is
-/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, followed by the ALiBi slopes. `out` is
-/// `[batch, heads, len, dim]` in words,
-/// with out2 from word `second` on. With `carry`, the results are added to it.
+/// `a1`, `a2`, `b1` and `b2` are in words. The strides of their outer dimensions are multiples of 16 bytes. `stats` is `[batch · heads, pitch, 2]`:
+/// `lse · log2 e` and delta of the query at each place, followed by the ALiBi slopes. `out` is `[batch, heads, len, dim]` in words, with out2 from word
+/// `second` on. With `carry`, the results are added to it.
 ///
-/// With `t.bias_gradient`, `out` is the gradient of the bias, to which `ds` is added without the softcap's factor. A loop over rows adds it pair by
-/// pair. If all queries share a row of the bias, a loop over columns adds a sum per key, and is launched for query heads. Batch
-/// entries and heads that share a bias are in separate slices, so that every element has one writer at a time.
+/// With `t.bias_gradient`, `out` is the gradient of the bias, to which `ds` is added without the softcap's factor. A loop over rows adds it pair by pair.
+/// If all queries share a row of the bias, a loop over columns adds a sum per key, and is launched for query heads. Batch entries and heads that share a
+/// bias are in separate slices, so that every element has one writer at a time.
 #[cube(launch_unchecked)]
 pub fn backward(
     operands: MainloopOperands<Box<[u32]>>,

@@ -73,8 +73,8 @@ fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
     }
 }
 
-/// Returns the tile that `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES` sets for measuring. It takes three, joined by commas, for forward, dQ and
-/// dK with dV.
+/// Returns the tile that `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES` sets for measuring. It takes three, joined by commas, for forward, dQ and dK
+/// with dV.
 fn forced(kernel: Kernel) -> Option<Candidate> {
     let shape = Tuning::or_default().mma_tile[kernel as usize]?;
     Some(Candidate(shape, 1.0))

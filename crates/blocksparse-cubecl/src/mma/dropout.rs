@@ -1,8 +1,7 @@
 //! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout) as bits, recomputed in every step.
 //!
-//! A unit has a word per 16 rows and 64 columns of its warp. Bit `4 · (n mod 8) + i` belongs to its number `i` in the `n`-th group of eight
-//! columns. The numbers of a counter belong to eight consecutive keys, which several lanes hold. So each lane computes a different
-//! counter, and the lanes exchange bits.
+//! A unit has a word per 16 rows and 64 columns of its warp. Bit `4 · (n mod 8) + i` belongs to its number `i` in the `n`-th group of eight columns. The
+//! numbers of a counter belong to eight consecutive keys, which several lanes hold. So each lane computes a different counter, and the lanes exchange bits.
 
 use cubecl::prelude::*;
 
@@ -96,8 +95,8 @@ fn own_bits(
     bits
 }
 
-/// Returns the bits of the unit's pairs in 16 rows and `eights` groups of eight columns. For every two groups, each lane computes one of the counters that it
-/// and its neighbours need ([`collect`]). Eight consecutive places are eight consecutive positions, since blocks are.
+/// Returns the bits of the unit's pairs in 16 rows and `eights` groups of eight columns. For every two groups, each lane computes one of the counters that
+/// it and its neighbours need ([`collect`]). Eight consecutive places are eight consecutive positions, since blocks are.
 #[cube]
 fn shared_bits(
     mask: &Mask,

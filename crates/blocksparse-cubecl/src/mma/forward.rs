@@ -12,8 +12,8 @@
 //! With a threshold, a warp skips the rest of a step if all its scores are below `m` by more than that; the values have arrived in shared memory by then.
 //! Biases are added to the softcapped or scaled s before the maximum. Dropout removes pairs from p after they are summed.
 //!
-//! Two cubes share a multiprocessor and fill each other's gaps. The positions of a step's columns are computed once, one step
-//! ahead, and stored in shared memory.
+//! Two cubes share a multiprocessor and fill each other's gaps. The positions of a step's columns are computed once, one step ahead, and stored in shared
+//! memory.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -33,10 +33,9 @@ use crate::shared::score::{LOWEST_MAX, SLACK, ScoreScalars};
 
 /// `q`, `k` and `v` are in words. The strides of their outer dimensions are multiples of 16 bytes. out is in words too.
 ///
-/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`.
-/// Without one, biases are added to `s · cap_scale`.
-/// `lse_scale` is `log2 e / log2_scale`, the factor from the natural logarithm to scores. A row's largest score is separate from the softmax's
-/// running maximum, which is raised only by large steps.
+/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`. Without one, biases are
+/// added to `s · cap_scale`. `lse_scale` is `log2 e / log2_scale`, the factor from the natural logarithm to scores. A row's largest score is separate from
+/// the softmax's running maximum, which is raised only by large steps.
 #[cube(launch_unchecked)]
 pub fn forward(
     inputs: Qkv<Box<[u32]>>,

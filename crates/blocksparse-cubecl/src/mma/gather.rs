@@ -114,8 +114,7 @@ pub fn copy_rows(
     }
 }
 
-/// Zeros the 16 bytes of padding between the width `dim` and the depth of a product, in `rows` rows from `target` on. Copies leave them
-/// unchanged.
+/// Zeros the 16 bytes of padding between the width `dim` and the depth of a product, in `rows` rows from `target` on. Copies leave them unchanged.
 #[cube]
 pub fn clear_beyond(
     target: u32,

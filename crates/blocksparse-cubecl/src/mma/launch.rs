@@ -98,8 +98,8 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let scales = factors(options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan lists for its tile, reads positions below the lengths in the strides, and writes rows below
-        // those of the queries. The buffers have the stated lengths (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile, reads positions below the lengths in the strides, and writes rows below those
+        // of the queries. The buffers have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,
@@ -164,8 +164,7 @@ pub fn launch_backward(
     Ok(())
 }
 
-/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
-/// a row.
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
 /// As `check`.

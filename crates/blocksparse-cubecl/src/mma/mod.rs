@@ -1,9 +1,9 @@
-//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up. For bf16, f16, and f32 through tf32
-//! if that is asked for.
+//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up. For bf16, f16, and f32 through tf32 if that is asked
+//! for.
 //!
-//! It covers what the `hopper` tier does not: other GPUs, other widths, residue classes of unequal lengths. Rows are
-//! gathered one by one, in pieces of 16 bytes, so blocks and listings can be arbitrary. In shared memory, rows of keys and values are
-//! an odd number of pieces apart. Scores and weights stay in registers.
+//! It covers what the `hopper` tier does not: other GPUs, other widths, residue classes of unequal lengths. Rows are gathered one by one, in pieces of 16
+//! bytes, so blocks and listings can be arbitrary. In shared memory, rows of keys and values are an odd number of pieces apart. Scores and weights stay in
+//! registers.
 
 #[doc(hidden)]
 pub mod backward;

@@ -106,8 +106,8 @@ pub fn product(
 
 /// Adds `p · b` to `o`, with left operands in registers and the rows of a step in shared memory.
 ///
-/// In tf32, a lane's columns of p are two neighbours, where mma.sync expects one of the first and one of the second half of eight. So the rows
-/// of b are read in the same changed order.
+/// In tf32, a lane's columns of p are two neighbours, where mma.sync expects one of the first and one of the second half of eight. So the rows of b are
+/// read in the same changed order.
 #[cube]
 pub fn accumulate(
     p: &Array<Vector<u32, Four>>,

@@ -93,8 +93,8 @@ fn table_of_head(table: &ComptimeOption<TableArgs>, head: u32, #[comptime] t: Ti
     }
 }
 
-/// Turns products into scores: multiplies them by `factor`, unless they are already softcapped, and adds ALiBi's bias and the bias tensor. `rows` and `cols`
-/// are the addresses of the positions of the unit's first row and first column in the step. In a loop over `columns`, rows are keys.
+/// Turns products into scores: multiplies them by `factor`, unless they are already softcapped, and adds ALiBi's bias and the bias tensor. `rows` and
+/// `cols` are the addresses of the positions of the unit's first row and first column in the step. In a loop over `columns`, rows are keys.
 #[cube]
 pub fn add_biases(
     s: &mut Array<Vector<f32, Four>>,
@@ -247,8 +247,7 @@ fn cap_fours(
     }
 }
 
-/// Sets scores of pairs that are not allowed to −∞. `row` is the unit's first row, `entry` the word of the step's first
-/// entry.
+/// Sets scores of pairs that are not allowed to −∞. `row` is the unit's first row, `entry` the word of the step's first entry.
 #[cube]
 pub fn mask(
     s: &mut Array<Vector<f32, Four>>,

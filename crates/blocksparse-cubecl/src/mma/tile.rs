@@ -188,14 +188,12 @@ impl Tile {
         self.b2_offset(backward) + self.stages * self.b2_bytes()
     }
 
-    /// Returns a width rounded up to a multiple of 16, as in shared memory. The padding holds zeros: see
-    /// [`clear_beyond`](super::gather::clear_beyond).
+    /// Returns a width rounded up to a multiple of 16, as in shared memory. The padding holds zeros: see [`clear_beyond`](super::gather::clear_beyond).
     pub fn padded(&self, dim: usize) -> usize {
         dim.next_multiple_of(16)
     }
 
-    /// Row stride in shared memory in bytes: an odd number of 16-byte pieces, so that eight neighbouring rows are
-    /// in different banks.
+    /// Row stride in shared memory in bytes: an odd number of 16-byte pieces, so that eight neighbouring rows are in different banks.
     pub fn pitch(&self, dim: usize) -> usize {
         self.padded(dim) * self.element.bytes() + 16
     }

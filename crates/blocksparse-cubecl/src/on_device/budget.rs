@@ -1,11 +1,9 @@
 //! From scores to bits: the rules of [`Rule`] on the device.
 //!
-//! Nothing is sorted. Scores become integers of the same order, and a bisection of at most 32 steps finds the bound above which there are enough
-//! blocks, or enough
-//! weight. Short rows on devices with planes of 32 units have a plane each: its units add up their counts without barriers, the search
-//! stops as soon as the bound has the wanted number of blocks above it, and the votes on the units' `i`-th blocks are word `i` of the row's bits.
-//! Otherwise a cube
-//! has a row.
+//! Nothing is sorted. Scores become integers of the same order, and a bisection of at most 32 steps finds the bound above which there are enough blocks, or
+//! enough weight. Short rows on devices with planes of 32 units have a plane each: its units add up their counts without barriers, the search stops as soon
+//! as the bound has the wanted number of blocks above it, and the votes on the units' `i`-th blocks are word `i` of the row's bits. Otherwise a cube has a
+//! row.
 
 use cubecl::prelude::*;
 

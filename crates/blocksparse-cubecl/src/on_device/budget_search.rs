@@ -197,9 +197,8 @@ fn is_open(low: u32, high: u32, from_low: u32, above_high: u32, #[comptime] weig
     result
 }
 
-/// Returns the smallest bound above which blocks weigh less than `limit`. Without `weighs`, returns a bound above which there are `wanted` blocks, or
-/// else the
-/// smallest above which there are fewer.
+/// Returns the smallest bound above which blocks weigh less than `limit`. Without `weighs`, returns a bound above which there are `wanted` blocks, or else
+/// the smallest above which there are fewer.
 #[cube]
 pub fn bound_of(
     scores: &[u32],

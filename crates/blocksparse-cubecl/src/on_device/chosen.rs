@@ -34,18 +34,15 @@ pub struct ChoiceTensor {
 struct Bits(Mutex<HashMap<DeviceKey, ByMainloop>>);
 
 /// Bits of blocks or of pairs, by rows, and by columns once a loop over columns needs them. If the layout depends on positions, `rows` has those and
-/// `columns`
-/// is unused.
+/// `columns` is unused.
 struct ByMainloop {
     rows: Handle,
     columns: Option<Handle>,
 }
 
-/// Sets the tensor that chooses a layout's blocks, as its [`DeviceChoice`] specifies: `[batch or 1, heads or 1, q_blocks, n]`, with `n` `kv_blocks`
-/// or the indices per
-/// row; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` if keys have the same positions as queries; or lists of
-/// keys, i32 `[batch or 1, heads, seq_q, most]`, as [`unique_keys`](super::unique_keys) writes them. A layout that already has a tensor on this
-/// device keeps it.
+/// Sets the tensor that chooses a layout's blocks, as its [`DeviceChoice`] specifies: `[batch or 1, heads or 1, q_blocks, n]`, with `n` `kv_blocks` or the
+/// indices per row; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` if keys have the same positions as queries; or lists of keys,
+/// i32 `[batch or 1, heads, seq_q, most]`, as [`unique_keys`](super::unique_keys) writes them. A layout that already has a tensor on this device keeps it.
 /// Nothing is read back to the host.
 ///
 /// # Errors
@@ -215,9 +212,8 @@ fn hide(
     made
 }
 
-/// Counts the blocks of each block row into `counts`, i32 `[patterns, q_blocks]`, for a layout whose tensor [`choose_blocks`] has set. Writes nothing
-/// for any other
-/// layout, and for one by positions or lists of keys, whose blocks the host knows.
+/// Counts the blocks of each block row into `counts`, i32 `[patterns, q_blocks]`, for a layout whose tensor [`choose_blocks`] has set. Writes nothing for
+/// any other layout, and for one by positions or lists of keys, whose blocks the host knows.
 pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     let Some(choice) = layout.device_choice() else {
         return;

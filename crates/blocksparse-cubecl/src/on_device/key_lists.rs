@@ -64,9 +64,8 @@ impl KeyListSizes {
     }
 }
 
-/// Removes duplicates from `given`, i32 `[lists, seq_q, most]`: keys in any order, negative for none. `unique` gets each existing key once, in
-/// ascending order,
-/// then −1. With `causal`, a query has no keys after its own position. The last query is aligned to the last key.
+/// Removes duplicates from `given`, i32 `[lists, seq_q, most]`: keys in any order, negative for none. `unique` gets each existing key once, in ascending
+/// order, then −1. With `causal`, a query has no keys after its own position. The last query is aligned to the last key.
 ///
 /// # Errors
 /// [`KernelError`] if the elements do not fit 32 bits, or the device's cubes are too small.
@@ -275,9 +274,8 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     }
 }
 
-/// Converts lists to `bits` `[rows, words]`, for the queries from `first` on of the `all` queries of a list. A cube has a row. The unit with the
-/// first key of a
-/// word writes it.
+/// Converts lists to `bits` `[rows, words]`, for the queries from `first` on of the `all` queries of a list. A cube has a row. The unit with the first key
+/// of a word writes it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize, first: usize, all: usize) {
     let is_row = CUBE_POS < of.count;

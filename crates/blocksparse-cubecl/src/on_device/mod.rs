@@ -1,8 +1,7 @@
 //! Launch plans of layouts whose blocks a tensor chooses, made on the tensor's device, in buffers whose sizes follow from the layout's.
 //!
-//! The tensor becomes bits ([`bits`]), and the bits become the words of a plan (`words`), which kernels run like any other. If every query
-//! chooses for itself, `query_lists` packs the queries that choose the same block. If blocks are chosen from those of a host layout, the plan has a
-//! subset of that
+//! The tensor becomes bits ([`bits`]), and the bits become the words of a plan (`words`), which kernels run like any other. If every query chooses for
+//! itself, `query_lists` packs the queries that choose the same block. If blocks are chosen from those of a host layout, the plan has a subset of that
 //! layout's entries (`within`). If only masks depend on the device, on positions or on bits of pairs, the plan has all of its entries (`pairs`).
 
 mod at_once;
@@ -87,8 +86,8 @@ impl Room {
                 let blocks = (most * cut.height()).min(others);
                 tiles * (blocks * cut.parts()).next_multiple_of(step)
             }
-            // A column may have all rows, but all columns together have no more blocks than all rows. A tile lower than a block does not share its
-            // blocks with other tiles.
+            // A column may have all rows, but all columns together have no more blocks than all rows. A tile lower than a block does not share its blocks
+            // with other tiles.
             Mainloop::Columns => {
                 let tiles_of_block = (b / tiling.rows).max(1);
                 let all = layout.q_blocks() * most * cut.parts() * tiles_of_block;
@@ -274,7 +273,8 @@ impl Making<'_> {
         let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
         let [heads, tables] = self.table_words();
         let shares = Once::shares(client.properties(), patterns, self.room.tiles);
-        // SAFETY: a cube writes the words of its share of the tiles of its pattern, below `patterns`, and words of the tables, within the sections of `Room`.
+        // SAFETY: a cube writes the words of its share of the tiles of its pattern, below `patterns`, and words of the tables, within the sections of
+        // `Room`.
         unsafe {
             at_once::at_once::launch_unchecked(
                 client,
@@ -388,8 +388,8 @@ impl Making<'_> {
             )
         };
         let [heads, tables] = self.table_words();
-        // SAFETY: a unit writes the words of its tile, below `all`, or its own word of the two tables, within the sections of `Room`. It reads the
-        // records, entries and masks of the whole plan, which has all patterns, tiles and masks.
+        // SAFETY: a unit writes the words of its tile, below `all`, or its own word of the two tables, within the sections of `Room`. It reads the records,
+        // entries and masks of the whole plan, which has all patterns, tiles and masks.
         unsafe {
             within::count::launch_unchecked(
                 client,
@@ -446,9 +446,8 @@ impl Making<'_> {
         let (numbers, [rows, cols]) = self.numbers();
         let most = client.properties().hardware.max_units_per_cube;
         let units = pairs::UNITS.min(most);
-        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, within the
-        // sections of `Room`.
-        // It reads the same parts of the whole plan, and numbers of its pattern.
+        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, within the sections of
+        // `Room`. It reads the same parts of the whole plan, and numbers of its pattern.
         unsafe {
             pairs::of_pairs::launch_unchecked(
                 client,
@@ -481,9 +480,8 @@ impl Making<'_> {
         }
     }
 
-    /// Returns the numbers per pattern in the tensor that determines the pairs, and the offsets of the loop's rows and columns among them. For bits,
-    /// the second
-    /// offset is the words per row instead.
+    /// Returns the numbers per pattern in the tensor that determines the pairs, and the offsets of the loop's rows and columns among them. For bits, the
+    /// second offset is the words per row instead.
     fn numbers(&self) -> (usize, [usize; 2]) {
         let shape = self.layout.shape();
         let turned = |[queries, keys]: [usize; 2]| self.tiling.mainloop.sides(queries, keys);

@@ -85,8 +85,8 @@ pub fn neighbour_lists(
     let empty = |len: usize| client.empty(len.max(1) * size_of::<u32>());
     let (keys, masks, counts) = (empty(rows * most), empty(rows * most), empty(rows));
     let bits = empty(in_bits);
-    // SAFETY: a cube reads the lists of its group's queries, and writes the group's list, which is as long as the union can be, and its
-    // count and bits. Cubes beyond the last group access nothing.
+    // SAFETY: a cube reads the lists of its group's queries, and writes the group's list, which is as long as the union can be, and its count and bits.
+    // Cubes beyond the last group access nothing.
     unsafe {
         unite::launch_unchecked(
             client,

@@ -92,8 +92,8 @@ pub fn places_of(
     let (totals, firsts) = (made(lists * of_keys), made(lists * keys * (words + 1)));
     let shape = || ByKeysLaunch::new(lists, keys, of_keys, words, first_word, bits.words);
     let dim = CubeDim::new_1d(KEYS as u32);
-    // SAFETY: a cube has 256 keys of a list. It reads the existing words of those, and writes their total and the words' firsts. Cubes beyond the
-    // last list write nothing.
+    // SAFETY: a cube has 256 keys of a list. It reads the existing words of those, and writes their total and the words' firsts. Cubes beyond the last list
+    // write nothing.
     unsafe {
         totals_of::launch_unchecked(
             client,

@@ -1,9 +1,8 @@
-//! Plans with all blocks of a host layout, in which each entry has its own mask. The masks follow from a tensor on the device: positions of queries and keys,
-//! or bits of pairs.
+//! Plans with all blocks of a host layout, in which each entry has its own mask. The masks follow from a tensor on the device: positions of queries and
+//! keys, or bits of pairs.
 //!
-//! Tiles, their order and their entries are those of the layout's plan, which is uploaded once. Each pattern, one per batch entry and head, has a
-//! copy of them.
-//! Masks come after the full and the empty one: entry `e`, counted over all patterns, has mask `2 + e`. One launch makes the whole plan.
+//! Tiles, their order and their entries are those of the layout's plan, which is uploaded once. Each pattern, one per batch entry and head, has a copy of
+//! them. Masks come after the full and the empty one: entry `e`, counted over all patterns, has mask `2 + e`. One launch makes the whole plan.
 
 use cubecl::prelude::*;
 
@@ -131,9 +130,8 @@ fn seen_of(
     }
 }
 
-/// Makes the plan. A cube makes one tile, in the order of work: its records, its entries and their masks. All cubes together make the first tiles of
-/// heads, and
-/// the first cube makes the full and the empty mask. `numbers` are `[patterns, numbers]`.
+/// Makes the plan. A cube makes one tile, in the order of work: its records, its entries and their masks. All cubes together make the first tiles of heads,
+/// and the first cube makes the full and the empty mask. `numbers` are `[patterns, numbers]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn of_pairs(
     numbers: &[i32],

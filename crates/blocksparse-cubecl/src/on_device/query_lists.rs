@@ -7,9 +7,9 @@
 //! fill       both                     -> places of choices, and the choice at each place
 //! ```
 //!
-//! Choices are numbered in memory order: `query · most` plus the index among the query's. A part is a range of choices, and a cube has a part.
-//! The place of a choice follows from the number of choices of its block in earlier parts, plus those before it in its own part. No two units add to the same
-//! counter, so the same choices give the same lists.
+//! Choices are numbered in memory order: `query · most` plus the index among the query's. A part is a range of choices, and a cube has a part. The place of
+//! a choice follows from the number of choices of its block in earlier parts, plus those before it in its own part. No two units add to the same counter,
+//! so the same choices give the same lists.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -158,8 +158,8 @@ pub fn highest_blocks(
     Ok(())
 }
 
-/// Lists the choices `picks`, `[lists, choices]`, i32, which are blocks or negative numbers. The queries that chose a block get consecutive places, in order,
-/// from the first place of a tile on. Writes the place of each choice, and the choice at each place. Unneeded tiles come last.
+/// Lists the choices `picks`, `[lists, choices]`, i32, which are blocks or negative numbers. The queries that chose a block get consecutive places, in
+/// order, from the first place of a tile on. Writes the place of each choice, and the choice at each place. Unneeded tiles come last.
 ///
 /// # Errors
 /// [`KernelError`] if a buffer's elements do not fit 32 bits, or the device's cubes are too small.
@@ -197,9 +197,8 @@ pub fn list_queries(
     };
     let (dim, address) = (CubeDim::new_1d(LIST_UNITS as u32), AddressType::U32);
     let by_part = || cubes(client, sizes.lists * parts);
-    // SAFETY: cubes beyond the last part or list write nothing. A cube reads the choices of its part, and writes its part's counts and places, the
-    // places that
-    // `starts` assigns to its choices (below `tiles · tile`, which is checked), and its own share of all places.
+    // SAFETY: cubes beyond the last part or list write nothing. A cube reads the choices of its part, and writes its part's counts and places, the places
+    // that `starts` assigns to its choices (below `tiles · tile`, which is checked), and its own share of all places.
     unsafe {
         count::launch_unchecked(
             client,
@@ -391,8 +390,8 @@ fn count(picks: &[i32], counts: &mut [u32], choices: &mut [i32], of: Parts) {
     }
 }
 
-/// Turns `counts` into prefix sums over the parts of each block. Computes `starts` `[lists, blocks]`, the first place of each block, and the block of
-/// each tile.
+/// Turns `counts` into prefix sums over the parts of each block. Computes `starts` `[lists, blocks]`, the first place of each block, and the block of each
+/// tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn starts_of(
     counts: &mut [u32],

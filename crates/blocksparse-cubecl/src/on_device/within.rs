@@ -1,10 +1,8 @@
 //! Layouts with blocks chosen from those of a host layout, whose masks they keep.
 //!
-//! The plan of the whole layout is made on the host and uploaded once, like any other. A plan of the chosen blocks has a subset of its entries, tile
-//! by tile. If only
-//! some of a tile's block rows have chosen a block, the entry's mask is that of the whole plan in those rows. The table has each mask of the whole
-//! plan for all
-//! block rows, and after them each mask for every other subset.
+//! The plan of the whole layout is made on the host and uploaded once, like any other. A plan of the chosen blocks has a subset of its entries, tile by
+//! tile. If only some of a tile's block rows have chosen a block, the entry's mask is that of the whole plan in those rows. The table has each mask of the
+//! whole plan for all block rows, and after them each mask for every other subset.
 
 use std::convert::Infallible;
 use std::sync::Arc;

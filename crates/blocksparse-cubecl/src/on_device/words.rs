@@ -11,8 +11,8 @@
 //!
 //! If patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
 //!
-//! A tile's mask depends on the offset between its rows and the entry's columns, and on which of its block rows have the block. All possible masks
-//! are in a table, and a mask's id encodes which one it is.
+//! A tile's mask depends on the offset between its rows and the entry's columns, and on which of its block rows have the block. All possible masks are in a
+//! table, and a mask's id encodes which one it is.
 
 use cubecl::prelude::*;
 
@@ -125,8 +125,7 @@ pub const FULL: u32 = blocksparse::FULL;
 /// Id of the mask without allowed pairs.
 pub const EMPTY: u32 = blocksparse::plan::EMPTY;
 
-/// Returns the id of the mask of an entry whose columns begin at `col`, in a tile whose rows begin at `row` and whose block rows in `subset` have the
-/// block.
+/// Returns the id of the mask of an entry whose columns begin at `col`, in a tile whose rows begin at `row` and whose block rows in `subset` have the block.
 #[cube]
 fn mask_id(subset: u32, row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> u32 {
     let crossings = comptime!(cut.crossings() as u32);
@@ -236,8 +235,8 @@ fn whole(
     whole
 }
 
-/// Whether entries of word `word` that all block rows of a tile have are full. That is so if no diagonal crosses them, and none is at an
-/// end of the sequence. The tile's rows begin at `row`.
+/// Whether entries of word `word` that all block rows of a tile have are full. That is so if no diagonal crosses them, and none is at an end of the
+/// sequence. The tile's rows begin at `row`.
 #[cube]
 fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
     let first = (word * comptime!(32 * cut.block)) as i32;
@@ -483,8 +482,8 @@ pub struct Gap {
     pub back: usize,
 }
 
-/// Lists the entries of words `from..to` of a tile's bits in the gap from `front` to `back`: masked ones from its front, full ones from its back. Returns the
-/// remaining gap.
+/// Lists the entries of words `from..to` of a tile's bits in the gap from `front` to `back`: masked ones from its front, full ones from its back. Returns
+/// the remaining gap.
 #[cube]
 pub fn listed_words(
     bits: &[u32],

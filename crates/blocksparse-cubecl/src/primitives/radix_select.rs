@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Nothing is sorted. If a cube has a whole row (`list_top_k`), its units read the row's elements coalesced: most long rows twice for digits and once for
-//! the list. If a cube has a part of a row, each digit takes a launch, with `count_digits` and `find_digit`. Counts are integers, so the order of
-//! the atomic additions does not change them.
+//! the list. If a cube has a part of a row, each digit takes a launch, with `count_digits` and `find_digit`. Counts are integers, so the order of the
+//! atomic additions does not change them.
 
 // Slices in kernels do not have the methods that Clippy suggests.
 #![allow(clippy::needless_range_loop)]

@@ -133,9 +133,8 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
 
 /// Sums over rows: `output[column] = Σ input[row, column]`, always added in the same order.
 ///
-/// `input` is contiguous `[rows, width]` of `element`. `output` has `width` elements of `output_element`. The sums are computed in f32, f64 for f64
-/// inputs. A tall
-/// matrix is cut into chunks of rows, whose sums a second launch adds. Without rows the sums are 0.
+/// `input` is contiguous `[rows, width]` of `element`. `output` has `width` elements of `output_element`. The sums are computed in f32, f64 for f64 inputs.
+/// A tall matrix is cut into chunks of rows, whose sums a second launch adds. Without rows the sums are 0.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if the matrix has more elements than the device indexes.
@@ -281,8 +280,7 @@ impl Launch {
         let chunks = rows.div_ceil(chunk_rows.max(1)).max(1);
         let columns = self.row_vectors.div_ceil(self.shape.columns);
         let read = self.row_vectors / shape.window.width * shape.window.pitch;
-        // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk. The buffers have the stated lengths (see
-        // `buffer`).
+        // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk. The buffers have the stated lengths (see `buffer`).
         unsafe {
             sum_chunks::launch_unchecked(
                 client,

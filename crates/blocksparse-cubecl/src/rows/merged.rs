@@ -96,9 +96,8 @@ fn merge<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Computes the gradients with respect to the places' own rows. `shares` are `[2, count, most]`: the weight of each index entry, and the gradient
-/// with respect
-/// to its lse.
+/// Computes the gradients with respect to the places' own rows. `shares` are `[2, count, most]`: the weight of each index entry, and the gradient with
+/// respect to its lse.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_rows<E: Float, A: Float, N: Size>(
     own: &[Vector<E, N>],
@@ -287,9 +286,8 @@ pub fn merge_rows(
         return Ok(());
     }
     let accumulator = accumulator_of(element);
-    // SAFETY: a unit below `count` reads its place's index entries and rows of its list below `rows`, and writes its place's row. The first unit of a
-    // row writes its
-    // lse.
+    // SAFETY: a unit below `count` reads its place's index entries and rows of its list below `rows`, and writes its place's row. The first unit of a row
+    // writes its lse.
     unsafe {
         merge::launch_unchecked(
             client,
@@ -338,9 +336,8 @@ pub fn merge_rows_backward(
     let shares = client.empty(numbers * accumulator.size());
     let dim = CubeDim::new_1d(tile.units() as u32);
     let [of_rows, of_places] = launches;
-    // SAFETY: a unit reads its place's index entries and rows of its list below `rows`, and writes its own place's elements. In the second launch it
-    // writes those
-    // of its own row, below `all`, and reads those of a place of its list.
+    // SAFETY: a unit reads its place's index entries and rows of its list below `rows`, and writes its own place's elements. In the second launch it writes
+    // those of its own row, below `all`, and reads those of a place of its list.
     unsafe {
         by_rows::launch_unchecked(
             client,

@@ -1,7 +1,7 @@
 //! Operations on matrices of many rows: the work of a layer besides its products. On any CubeCL runtime.
 //!
-//! Every matrix is contiguous, `[rows, width]`. Kernels compute in f32 (f64 for f64) between loads and stores. Each output has one writer and sums
-//! have a fixed order, so the same input gives the same bits on a device.
+//! Every matrix is contiguous, `[rows, width]`. Kernels compute in f32 (f64 for f64) between loads and stores. Each output has one writer and sums have a
+//! fixed order, so the same input gives the same bits on a device.
 //!
 //! ```text
 //! columns     sums over rows, in two steps

@@ -153,8 +153,8 @@ pub struct TileHeads {
     pub divisor: u32,
 }
 
-/// Returns the heads of tile head `outer` of `heads`. In a loop over `columns`, a tile of keys loops over all query heads of its group, unless tiles are per
-/// query head (`each`).
+/// Returns the heads of tile head `outer` of `heads`. In a loop over `columns`, a tile of keys loops over all query heads of its group, unless tiles are
+/// per query head (`each`).
 #[cube]
 pub fn heads_of_tile(
     outer: u32,
@@ -195,7 +195,7 @@ pub struct PlanParts {
     pub places: usize,
     /// Tiles by decreasing work, with their records.
     pub order: usize,
-    /// Blocks of clustered tiles.
+    /// Blocks of each clustered tile.
     pub rows: usize,
     /// Tile records.
     pub tiles: usize,

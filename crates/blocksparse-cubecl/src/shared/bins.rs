@@ -1,8 +1,7 @@
 //! Counters of a cube in shared memory, which units increment in any order.
 //!
-//! CubeCL's atomics use generic addresses, which are slow for shared memory. The PTX version states that the address is shared and that 1 is added,
-//! so that units
-//! of a warp that increment the same counter do it in one step.
+//! CubeCL's atomics use generic addresses, which are slow for shared memory. The PTX version states that the address is shared and that 1 is added, so that
+//! units of a warp that increment the same counter do it in one step.
 
 use cubecl::prelude::*;
 

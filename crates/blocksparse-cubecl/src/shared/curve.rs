@@ -47,8 +47,8 @@ fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector
     }
 }
 
-/// Computes the sigmoid with the device's approximate instructions, each within two ulp of f32. With the exact ones the kernels are no longer bound
-/// by memory.
+/// Computes the sigmoid with the device's approximate instructions, each within two ulp of f32. With the exact ones the kernels are no longer bound by
+/// memory.
 #[cube]
 fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
     let mut result = Vector::<A, N>::empty();

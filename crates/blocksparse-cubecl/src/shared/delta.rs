@@ -41,9 +41,9 @@ pub struct DeltaConfig {
     pub residue: bool,
 }
 
-/// Computes `stats[head, place] = (lse · lse_factor, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each
-/// place. Both are in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
-/// arithmetic. Places without a position get zeros.
+/// Computes `stats[head, place] = (lse · lse_factor, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each place. Both are in one buffer
+/// because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic. Places without a position get
+/// zeros.
 ///
 /// `stats` is `[rows, 2]`, followed by the ALiBi slopes `[heads]`, if there are any, and the table of distances from `table_start` on.
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -1,8 +1,7 @@
 //! The generator of [`Dropout`](blocksparse::Dropout), Philox, and its comparison with the threshold in kernels.
 //!
-//! A counter yields eight numbers. Bit `j` of each of its 16 bytes belongs to number `j`, so a few logical operations compare all eight at once, bit
-//! by bit, and
-//! leave the results as the bits of a byte. Tensor-core tiers compare four counters at a time, and exchange bits with the lanes that need them.
+//! A counter yields eight numbers. Bit `j` of each of its 16 bytes belongs to number `j`, so a few logical operations compare all eight at once, bit by
+//! bit, and leave the results as the bits of a byte. Tensor-core tiers compare four counters at a time, and exchange bits with the lanes that need them.
 
 use cubecl::prelude::*;
 
@@ -93,7 +92,8 @@ fn key_of(mask: &Mask) -> Key {
     Key { low, high }
 }
 
-/// Results of the comparison over the four bits in the same byte of each word: one bit per number. `above` has the numbers greater than the largest kept one.
+/// Results of the comparison over the four bits in the same byte of each word: one bit per number. `above` has the numbers greater than the largest kept
+/// one.
 #[derive(CubeType, Clone, Copy)]
 pub struct Compared {
     above: u32,
@@ -214,8 +214,8 @@ pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
     above ^ u32::new(0xffff_ffffi64)
 }
 
-/// Exchanges bits between lanes so that each lane gets those of its own pairs. A lane has rows `g` and `g + 8` of 16, `g = lane / 4`, and columns `8 n + 2 t`
-/// and the next, `t = lane mod 4`, in groups `n` of eight columns. Before, byte `c` of a lane has the results of the counter with
+/// Exchanges bits between lanes so that each lane gets those of its own pairs. A lane has rows `g` and `g + 8` of 16, `g = lane / 4`, and columns
+/// `8 n + 2 t` and the next, `t = lane mod 4`, in groups `n` of eight columns. Before, byte `c` of a lane has the results of the counter with
 ///
 /// ```text
 /// rows of queries     the eight of keys 2 c + t / 2, and the query of row g + 8 · (t mod 2)

@@ -28,9 +28,8 @@ pub struct RowTile {
 }
 
 impl RowTile {
-    /// Returns the tile of rows of `width` elements, whose widest type is `element`. A lane gets at most `most_vectors` vectors. `None` if the
-    /// device's cubes are
-    /// too small for that.
+    /// Returns the tile of rows of `width` elements, whose widest type is `element`. A lane gets at most `most_vectors` vectors. `None` if the device's
+    /// cubes are too small for that.
     pub fn new(
         properties: &DeviceProperties,
         width: usize,
@@ -111,8 +110,8 @@ pub fn pair_shared(tile: &RowTile) -> usize {
     }
 }
 
-/// Returns the sums of two numbers over a row's lanes, in all lanes, with one barrier per step of a loop. `shared` has [`pair_shared`] elements. Even
-/// and odd `step`s use a half each, so that no plane overwrites what another still reads.
+/// Returns the sums of two numbers over a row's lanes, in all lanes, with one barrier per step of a loop. `shared` has [`pair_shared`] elements. Even and
+/// odd `step`s use a half each, so that no plane overwrites what another still reads.
 #[cube]
 pub fn pair_across_lanes<A: Float>(
     a: A,
@@ -174,9 +173,8 @@ pub fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
     }
 }
 
-/// Reduces `value` over a row's lanes, with the result in all of them. Every unit of the cube must call it. `shared` has [`RowTile::shared`]
-/// elements, and can be
-/// reused at once.
+/// Reduces `value` over a row's lanes, with the result in all of them. Every unit of the cube must call it. `shared` has [`RowTile::shared`] elements, and
+/// can be reused at once.
 #[cube]
 pub fn across_lanes<A: Float>(
     value: A,

@@ -39,14 +39,12 @@ pub fn described_threshold(score: ScoreKind, skips: bool) -> &'static str {
     }
 }
 
-/// Score of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
-/// WGSL does not guarantee.
+/// Score of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which WGSL does not guarantee.
 pub const LOW: f32 = -1.0e30;
 
-/// Initial running maximum: above [`LOW`], below any score. Not −∞, because masked scores of the
-/// tensor-core tiers are −∞.
+/// Initial running maximum: above [`LOW`], below any score. Not −∞, because masked scores of the tensor-core tiers are −∞.
 pub const LOWEST_MAX: f32 = -1.0e29;
 
-/// Base-2 difference by which a new maximum must exceed the old one to replace it. Until then `p` may exceed 1,
-/// which is harmless, and the output needs no rescaling.
+/// Base-2 difference by which a new maximum must exceed the old one to replace it. Until then `p` may exceed 1, which is harmless, and the output needs no
+/// rescaling.
 pub const SLACK: f32 = 8.0;

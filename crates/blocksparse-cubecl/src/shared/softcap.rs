@@ -1,8 +1,8 @@
 //! Softcaps of the tensor-core tiers: `softcap · tanh x`.
 //!
-//! A tanh by exponential and reciprocal takes two special-function instructions, of which a
-//! multiprocessor starts 16 per cycle; the weight's own exponential is a third. PTX's `tanh` is one instruction, but accurate to eleven bits
-//! only. So if all products of a warp are `NEAR`, as they mostly are, tanh is a polynomial.
+//! A tanh by exponential and reciprocal takes two special-function instructions, of which a multiprocessor starts 16 per cycle; the weight's own
+//! exponential is a third. PTX's `tanh` is one instruction, but accurate to eleven bits only. So if all products of a warp are `NEAR`, as they mostly are,
+//! tanh is a polynomial.
 
 use cubecl::prelude::*;
 
@@ -14,8 +14,8 @@ const NEAR: f32 = 0.75;
 /// Equals `2 log2 e`: `tanh x = 1 − 2 / (1 + exp2 y)` with `y = 2 log2 e · x`. The polynomial takes `y` too.
 const TO_POWER: f32 = 2.0 * std::f32::consts::LOG2_E;
 
-/// `tanh x / y` as a polynomial of `y²`, lowest power first: the best five coefficients for `|x| ≤ 0.75` by Remez's exchange. Its relative error
-/// is below 7e-7, and below 8e-7 in f32.
+/// `tanh x / y` as a polynomial of `y²`, lowest power first: the best five coefficients for `|x| ≤ 0.75` by Remez's exchange. Its relative error is below
+/// 7e-7, and below 8e-7 in f32.
 const COEFFICIENTS: [f32; 5] = [
     0.346_573_38,
     -0.013_873_911,

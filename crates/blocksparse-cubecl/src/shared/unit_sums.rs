@@ -59,9 +59,8 @@ fn up_to(x: u32, lane: usize, #[comptime] plane: usize) -> u32 {
     sum
 }
 
-/// Returns the sum over the units before this one, and over all. With planes, even and odd `step`s use a half of `partial` each, so that no unit
-/// overwrites what
-/// another still reads.
+/// Returns the sum over the units before this one, and over all. With planes, even and odd `step`s use a half of `partial` each, so that no unit overwrites
+/// what another still reads.
 #[cube]
 pub fn before_and_all(
     x: u32,

@@ -1,5 +1,5 @@
-//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance. Also the gradient of the table of distances,
-//! which is a sum over diagonals.
+//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance. Also the gradient of the table of distances, which is a
+//! sum over diagonals.
 
 use cubecl::prelude::*;
 
@@ -308,8 +308,8 @@ fn store_line<A: Float>(
     }
 }
 
-/// Adds up the segments of each line into `out` `[batch, heads, length]` of `total` elements. Element `x` of a head is column `x`, or the
-/// diagonal `x + offset` of the lines' tiles, counted from the upper right corner of the last key tile.
+/// Adds up the segments of each line into `out` `[batch, heads, length]` of `total` elements. Element `x` of a head is column `x`, or the diagonal
+/// `x + offset` of the lines' tiles, counted from the upper right corner of the last key tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
 #[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 pub fn add_segments<A: Float>(
@@ -358,11 +358,9 @@ pub fn add_segments<A: Float>(
 /// Units that share the sum of a distance.
 pub const FOLD_UNITS: usize = 64;
 
-/// Computes the gradient of the table of distances, `table` `[own_heads, 2 · reach + 1]`, from `diagonals` `[batch, heads, length]`, with one cube
-/// per element.
-/// It sums over batch entries, over heads that share the table and, at both ends, over distances beyond the reach. Each unit adds every
-/// [`FOLD_UNITS`]-th term, then
-/// the units' sums are added in order.
+/// Computes the gradient of the table of distances, `table` `[own_heads, 2 · reach + 1]`, from `diagonals` `[batch, heads, length]`, with one cube per
+/// element. It sums over batch entries, over heads that share the table and, at both ends, over distances beyond the reach. Each unit adds every
+/// [`FOLD_UNITS`]-th term, then the units' sums are added in order.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fold_distances<A: Float>(
     diagonals: &[A],

@@ -52,20 +52,20 @@ pub struct MainloopOutputs<E: Float, A: Float, N: Size> {
 /// columns    k   v    q   dO        out1 += ds · b1            out2 += p · b2   (columns only)
 /// ```
 ///
-/// In a loop over columns, s, p, dp and ds are transposed. `out1 · scale` is dQ or dK, and `out2` is dV.
-/// With a softcap, `ds` has the factor `1 − (s / softcap)²`, where s is softcapped but without biases. With dropout, dp and the p in
-/// `p · b2` have the factors of the forward pass. Stored weights, if there are any, replace `exp(s − lse)`.
+/// In a loop over columns, s, p, dp and ds are transposed. `out1 · scale` is dQ or dK, and `out2` is dV. With a softcap, `ds` has the factor
+/// `1 − (s / softcap)²`, where s is softcapped but without biases. With dropout, dp and the p in `p · b2` have the factors of the forward pass. Stored
+/// weights, if there are any, replace `exp(s − lse)`.
 ///
 /// With a threshold, a step computes only s if all weights of a plane's pairs are below `exp(−threshold)`.
 ///
 /// A head of keys serves `heads_per_kv` query heads, and a loop over columns goes through all of them.
 ///
-/// With `t.bias_gradient`, the kernel computes the gradient of the bias instead, which is `ds` without the softcap's factor. A loop over rows adds it
-/// pair by pair. If all queries share a row of the bias, a loop over columns adds a sum per key. Batch entries and heads that share
-/// a bias are launched one after the other, in a slice each, so that every element has one writer at a time.
+/// With `t.bias_gradient`, the kernel computes the gradient of the bias instead, which is `ds` without the softcap's factor. A loop over rows adds it pair
+/// by pair. If all queries share a row of the bias, a loop over columns adds a sum per key. Batch entries and heads that share a bias are launched one
+/// after the other, in a slice each, so that every element has one writer at a time.
 ///
-/// With `t.fused`, a loop over columns computes dQ too. A cube computes the tiles of a group one after the other: see [`rank_of`]. Each group has
-/// its own `sums` of dQ, `[groups, batch, heads, seq_q, fours]`, to which only this cube adds. [`finish`] adds them up.
+/// With `t.fused`, a loop over columns computes dQ too. A cube computes the tiles of a group one after the other: see [`rank_of`]. Each group has its own
+/// `sums` of dQ, `[groups, batch, heads, seq_q, fours]`, to which only this cube adds. [`finish`] adds them up.
 ///
 /// The ALiBi slopes begin at element `slopes` of `stats`, followed by the table of distances.
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -1,7 +1,7 @@
 //! The choice of the fused backward pass, and its shape.
 //!
-//! One loop over columns computes s and dp once for all three gradients: five products per pair, where two mainloops have seven. Its tiles add to
-//! shared rows of dQ. There are a few groups of tiles. Each group has a cube, which computes its tiles one after the other, and its own sums of dQ. So each
+//! One loop over columns computes s and dp once for all three gradients: five products per pair, where two mainloops have seven. Its tiles add to shared
+//! rows of dQ. There are a few groups of tiles. Each group has a cube, which computes its tiles one after the other, and its own sums of dQ. So each
 //! element has one writer, the order is fixed, and no cube waits. The cost is memory: a dQ in the accumulator type per group.
 
 use cubecl::ir::features::Plane;
@@ -26,8 +26,8 @@ pub struct Fused {
 
 /// Largest width of the fused pass. Up to it, the fused pass was compared with the two mainloops on GPUs.
 const MOST_WIDTH: usize = 128;
-/// Keys per query, for each group, below which two mainloops are used. Clearing and adding up a group's sums takes as long as the
-/// products that the fused pass saves with half as many keys, on a card with 15 f32 multiply-adds per byte of memory.
+/// Keys per query, for each group, below which two mainloops are used. Clearing and adding up a group's sums moves them through memory twice. That takes as
+/// long as the products that the fused pass saves with this many keys, on a card with 15 f32 multiply-adds per byte of memory.
 const LEAST_KEYS: f64 = 48.0;
 /// Units of a multiprocessor for which kernels of this size have registers.
 const RESIDENT_UNITS: usize = 384;

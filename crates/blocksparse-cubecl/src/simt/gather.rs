@@ -260,8 +260,8 @@ fn position_in(
     }
 }
 
-/// Returns the slot of a row in shared memory. Column `c` of a step is in slot `(c % 4) · units_x + c / 4`, so the four
-/// columns of a unit are `units_x` slots apart, and neighbouring units read neighbouring slots.
+/// Returns the slot of a row in shared memory. Column `c` of a step is in slot `(c % 4) · units_x + c / 4`, so the four columns of a unit are `units_x`
+/// slots apart, and neighbouring units read neighbouring slots.
 #[cube]
 fn slot(row: usize, #[comptime] side: Side, #[comptime] t: Tile) -> usize {
     if comptime!(side == Side::Own) {

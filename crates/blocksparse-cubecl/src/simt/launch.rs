@@ -28,9 +28,8 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan lists for its tile, and reads and writes positions below the lengths in the strides. The
-        // buffers have the
-        // stated lengths (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile, and reads and writes positions below the lengths in the strides. The buffers
+        // have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,
@@ -141,8 +140,7 @@ struct GroupSums<'a> {
     fours: usize,
 }
 
-/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
-/// a row.
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
 /// As [`launch_forward`].

@@ -36,8 +36,8 @@ pub fn mask_bits(
     bits
 }
 
-/// Returns which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits. On a diagonal, half the
-/// planes have none. Without planes, both are needed, since a step has barriers that all units must reach.
+/// Returns which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits. On a diagonal, half the planes have none.
+/// Without planes, both are needed, since a step has barriers that all units must reach.
 #[cube]
 #[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 pub fn needed(bits: u32, masked: bool, unit_x: usize, #[comptime] t: Tile) -> u32 {
@@ -63,8 +63,8 @@ pub struct WeightPlace {
     pub element: usize,
 }
 
-/// Returns the location of the stored weights of row `row` and the unit's four columns. In a loop over rows, the columns are keys, one
-/// element apart. In a loop over columns, they are queries, `b` elements apart.
+/// Returns the location of the stored weights of row `row` and the unit's four columns. In a loop over rows, the columns are keys, one element apart. In a
+/// loop over columns, they are queries, `b` elements apart.
 #[cube]
 pub fn weight_place(
     plan: &PlanWords,

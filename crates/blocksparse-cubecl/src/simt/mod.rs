@@ -1,9 +1,8 @@
 //! The `simt` tier: exact kernels on scalar multiply-adds, for any CubeCL runtime.
 //!
-//! A cube of `units_x × units_y` units computes a tile. Operands are in shared memory in the accumulator's
-//! precision, in vectors of four. A unit keeps `unit_rows × 4` scores and `unit_rows × unit_fours` vectors of the output in registers.
-//! The units of a row exchange values through shared memory, which needs no barrier of the whole cube on devices with plane
-//! operations.
+//! A cube of `units_x × units_y` units computes a tile. Operands are in shared memory in the accumulator's precision, in vectors of four. A unit keeps
+//! `unit_rows × 4` scores and `unit_rows × unit_fours` vectors of the output in registers. The units of a row exchange values through shared memory, which
+//! needs no barrier of the whole cube on devices with plane operations.
 
 pub(super) mod attention_sums;
 pub(super) mod backward;
@@ -33,9 +32,8 @@ use blocksparse::plan::{Grouping, Tiling};
 use tile::pitch;
 
 /// A candidate tile, as rows, columns and rows per unit, and its relative speeds on a large problem: of the forward pass, of the mainloops of the backward
-/// pass, and of the fused backward pass on the scale of the mainloops. Each speed is given for widths up to 64 and for larger ones, and 0 if the tile
-/// is not used.
-/// The fused speeds are from instruction counts in the machine code, not from timings.
+/// pass, and of the fused backward pass on the scale of the mainloops. Each speed is given for widths up to 64 and for larger ones, and 0 if the tile is
+/// not used. The fused speeds are from instruction counts in the machine code, not from timings.
 struct Candidate([usize; 3], [[f64; 2]; 3]);
 
 /// Larger tiles read less shared memory per multiply-add. More cubes of smaller tiles fit a multiprocessor.
@@ -152,8 +150,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
     })
 }
 
-/// Returns the fastest tile by estimate of a kernel, or of the fused backward pass, and its cost: computed pairs per
-/// allowed pair, divided by the speed.
+/// Returns the fastest tile by estimate of a kernel, or of the fused backward pass, and its cost: computed pairs per allowed pair, divided by the speed.
 fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Tile)> {
     let (layout, request) = (part.layout, part.request);
     let hardware = &part.properties.hardware;

@@ -7,9 +7,8 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use crate::shared::row_tile::{Combine, combine};
 
-/// Returns `at`, which is less than `end`, in a form that shows the bound to the compiler. Then it can fold added constants into the address of a
-/// read. Without
-/// the bound, a 32-bit sum might wrap and takes an instruction of its own.
+/// Returns `at`, which is less than `end`, in a form that shows the bound to the compiler. Then it can fold added constants into the address of a read.
+/// Without the bound, a 32-bit sum might wrap and takes an instruction of its own.
 #[cube]
 pub fn bounded(at: usize, #[comptime] end: usize) -> usize {
     at % comptime!(end.next_power_of_two())
@@ -54,9 +53,8 @@ pub fn product_rows<A: Float>(
     product
 }
 
-/// Adds `w · b` to `acc`, with weights `[rows, cols]` in shared memory and the gathered rows of `b`. The result is the unit's
-/// rows and every `units_x`-th vector of four of the output, `[unit_rows · unit_fours]`. Only the `halves` of the columns that
-/// [`needed`](super::mask::needed) returns are added.
+/// Adds `w · b` to `acc`, with weights `[rows, cols]` in shared memory and the gathered rows of `b`. The result is the unit's rows and every `units_x`-th
+/// vector of four of the output, `[unit_rows · unit_fours]`. Only the `halves` of the columns that [`needed`](super::mask::needed) returns are added.
 #[cube]
 pub fn accumulate_product<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,

@@ -89,7 +89,7 @@ fn no_weights<A: Float>(#[comptime] t: Tile) -> PairWeights<A> {
     }
 }
 
-/// Returns stored weights. The biases are needed to recover the softcapped scores.
+/// Returns stored weights. `biases` are subtracted to recover the softcapped scores, for the derivative of the softcap.
 #[cube]
 pub fn stored_weights<A: Float>(
     weights: &ComptimeOption<Box<[A]>>,

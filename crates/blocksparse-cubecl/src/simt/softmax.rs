@@ -62,8 +62,8 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// Continues from an earlier part of the pattern, whose result is in the outputs. It equals a softmax state with maximum lse and
-    /// sum 1. All rows are read at once; past the end of the sequence, its last row is read.
+    /// Continues from an earlier part of the pattern, whose result is in the outputs. It equals a softmax state with maximum lse and sum 1. All rows are
+    /// read at once; past the end of the sequence, its last row is read.
     pub fn carry_on<E: Float, N: Size>(
         &mut self,
         outputs: &ForwardOutputs<Vector<E, N>, A>,
@@ -105,8 +105,8 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// Adds the scores of a step. Its weights, times the dropout factors, go to shared memory. Returns whether there are
-    /// any weights to multiply. The result is the same for all units of a row, and false if a threshold skips all of their scores.
+    /// Adds the scores of a step. Its weights, times the dropout factors, go to shared memory. Returns whether there are any weights to multiply. The
+    /// result is the same for all units of a row, and false if a threshold skips all of their scores.
     pub fn step(
         &mut self,
         s: &Array<A>,

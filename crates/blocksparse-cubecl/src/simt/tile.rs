@@ -6,8 +6,7 @@ use crate::call::ScoreKind;
 use crate::shared::addressing::*;
 use blocksparse::plan::Mainloop;
 
-/// Compile-time shape of a kernel. It is part of the key in the cache of compiled kernels, so it does not depend
-/// on sequence lengths or patterns.
+/// Compile-time shape of a kernel. It is part of the key in the cache of compiled kernels, so it does not depend on sequence lengths or patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     /// Whether a tile's rows are queries or keys.

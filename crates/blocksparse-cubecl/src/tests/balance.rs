@@ -26,8 +26,8 @@ fn shares(layout: &BlockLayout, [batch, kv_heads]: [usize; 2], dim: usize) -> Op
     Some(rest.strip_suffix(" cubes").unwrap().parse().unwrap())
 }
 
-/// Four heads of keys have 32 tiles each. The first tile has twice the mean number of queries: alone it would take as long as all
-/// the others on 132 multiprocessors.
+/// Four heads of keys have 32 tiles each. The first tile has twice the mean number of queries: alone it would take as long as all the others on 132
+/// multiprocessors.
 #[test]
 fn few_keys_are_shared() {
     let layout = staircase(64, 65_536);
@@ -166,9 +166,8 @@ fn who_writes_dq(
     assert_eq!(found, expected, "{line}");
 }
 
-/// In the fused pass, a long tile among short ones has a second scratch, and cubes are not persistent, because drawn tiles would wait for it. Windows
-/// alone have
-/// short mainloops with persistent cubes. With long windows, nothing is gained.
+/// In the fused pass, a long tile among short ones has a second scratch, and cubes are not persistent, because drawn tiles would wait for it. Windows alone
+/// have short mainloops with persistent cubes. With long windows, nothing is gained.
 #[test]
 fn long_tiles_have_sums_of_their_own() {
     let backward = |pattern: Pattern, heads, n, dim, limit| {
