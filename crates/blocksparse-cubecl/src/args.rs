@@ -37,7 +37,7 @@ pub struct ScoreOptions {
     pub bias: Option<BiasView>,
     /// Bias of each distance, also added after the softcap.
     pub relative: Option<TableView>,
-    /// A tile is skipped if all its scores are at least this far below the running maxima of their rows.
+    /// Tiles are skipped if all their scores are below the largest ones of their rows (in the forward pass, those so far) by more than this.
     pub threshold: Option<f64>,
 }
 

@@ -157,7 +157,7 @@ fn of_rows(part: &PartRequest, rows: usize, uneven: bool) -> f64 {
 }
 
 /// Fraction of a multiprocessor's time that is lost if it has one cube and rows are uneven. For a causal pattern with 8 heads of width 64, tiles of 64 rows
-/// take
+/// take 0.057 ms at 4,096 positions and those of 128 rows 0.065 ms, and 0.170 and 0.163 ms at 8,192; at width 128, 0.085 and 0.072 ms at 4,096.
 const UNEVEN: f64 = 0.7;
 
 /// Whether a row of blocks is much longer than the mean, as in causal patterns.

@@ -10,7 +10,7 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::PlanWords;
 use crate::shared::own_rows::own_place;
 
-/// Initialises the barriers of a cube, and stores its head of keys. All units must call it together.
+/// Initialises the barriers of a cube, and stores its head of keys in shared memory. All units must call it together.
 #[cube]
 pub fn init_barriers(base: u32, kv_head: u32, #[comptime] t: Tile) {
     if UNIT_POS_X == 0 {
