@@ -6,7 +6,7 @@ use super::score::{Positions, pair_at};
 use super::tile::*;
 use crate::shared::dropout::{DropoutArgs, kept_eight};
 
-/// Returns the dropout factors of the unit's pairs, `[unit_rows · 4]`: that of kept pairs, or 0. Empty without dropout.
+/// Returns the dropout factors of the unit's pairs, `[unit_rows · 4]`: that of kept pairs, or 0. Unset without dropout.
 #[cube]
 pub fn factors<A: Float>(
     dropout: &DropoutArgs<InputScalar>,

@@ -14,6 +14,8 @@ use crate::shared::biases::ScoreBiases;
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::{LOW, ScoreInputs};
 
+/// Computes a tile of queries:
+///
 /// ```text
 /// m = −∞  l = 0  o = 0                         per row of the tile
 /// for each step:

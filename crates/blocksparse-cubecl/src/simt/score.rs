@@ -20,7 +20,7 @@ pub fn score<A: Float>(s: &mut Array<A>, of_head: &HeadScores<A>, #[comptime] t:
     }
 }
 
-/// Positions of a unit's rows and of its four columns in a step. Empty if nothing depends on them.
+/// Positions of a unit's rows and of its four columns in a step. Unset if nothing depends on them.
 #[derive(CubeType)]
 pub struct Positions {
     /// Positions of the rows.
