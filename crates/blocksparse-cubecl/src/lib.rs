@@ -16,14 +16,14 @@
 //! printed. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 //!
 //! ```text
-//! call       a call as data: views, Request, ScoreKind        error      what can be wrong
-//! args       what kernels get: buffers, strides, numbers      uploaded   what lies on a device
-//! pass       a pass over a layout, as tiers get it            device     launch plans on devices
-//! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
-//! choice     AttentionPlan                                    on_device  launch plans made there
-//! tuning     what environment variables say                   shared     what kernels of several tiers share
+//! call       a call as data: views, Request, ScoreKind        error      errors of calls
+//! args       kernel arguments: buffers, strides, scalars      uploaded   plans and slopes on a device
+//! pass       a pass over a layout, the input of tiers         device     launch plans on devices
+//! tier       the tiers as values, in order of preference      stats      lse and delta of queries
+//! choice     AttentionPlan                                    on_device  launch plans made on a device
+//! tuning     environment variables                            shared     code of several tiers' kernels
 //! forward, backward, attention_sums                           simt, mma, hopper: the tiers
-//! primitives radix select                                    prelude    what launchers import
+//! primitives radix select                                    prelude    imports of launchers
 //! ```
 //!
 //! [`rows`] has gathers by an index and merges by lse. Kernels of training ops, page tables and choices by content are in the crates of those, built on

@@ -7,17 +7,17 @@
 //!
 //! all warps  TMA:  q, dO, stats of step j + stages − lag         gathered boxes of `group` rows
 //! every warpgroup, per step j:
-//!     dp                wgmma, started; s has been since step j − 1
-//!     s done:           p, to registers as a left operand, while dp is computed
+//!     dp                wgmma, started; s was started in step j − 1
+//!     s done:           p, as a left operand in registers, while dp is computed
 //!     dV += p · dO      wgmma, started
-//!     dp done:          ds, likewise, and to shared memory as [keys][queries]
-//!     dK += ds · q      wgmma, started, in heads wider than 64: ds from registers
-//!     all warpgroups have stored ds
-//!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
-//!     dK += ds · q      wgmma, started, in narrower heads: ds from shared memory
+//!     dp done:          ds, as a left operand in registers, and in shared memory as [keys][queries]
+//!     dK += ds · q      wgmma, started, if head_dim is above 64: ds from registers
+//!     barrier           all warpgroups have stored ds
+//!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile; each warpgroup computes half the columns (or half the queries)
+//!     dK += ds · q      wgmma, started, if head_dim is at most 64: ds from shared memory
 //!     s of step j + 1   wgmma, started
-//!     dQ done:          wait for the tiles before this one; add to the scratch
-//!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
+//!     dQ done:          wait for the turn of this tile, then add to the scratch
+//!     dK, s done        no product is in flight at the end of an iteration, or ptxas would serialise all products
 //! ```
 //!
 //! With a threshold, dp starts after p. If no weight of the tile and the step's queries is above `exp(−threshold)`, only the visit and s of the next step
@@ -31,7 +31,7 @@
 //! With `persistent`, a cube computes tile after tile. It draws the next ones from a counter, holds the keys and values of two, and computes the first s of
 //! the next tile along with the last dQ of the current one.
 //!
-//! The scratch has the layout of wgmma's results, from outer to inner: 16 queries, part of the columns, 8 of the queries, 16 columns, and the four numbers
+//! The scratch has the layout of wgmma's results, from outer to inner: 16 queries, part of the columns, 8 of the queries, 16 columns, and the four elements
 //! of each lane.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.

@@ -2,15 +2,15 @@
 //! gradients in registers, and loops over all batch entries and heads that share the bias: the *members*.
 //!
 //! ```text
-//! s  = q · kᵀ      p  = exp2(s · log2_scale − lse)        of one member after the other
+//! s  = q · kᵀ      p  = exp2(s · log2_scale − lse)        member after member
 //! dp = dO · vᵀ     sums += p ∘ (dp − delta)
 //!
-//! at first:        the bias of each unit's pairs, to shared memory: all members have the same
+//! start:           copy the bias of each unit's pairs to shared memory, since all members have the same
 //! all warps  TMA:  q and k, then dO and v, of the member after the next one
 //! every warpgroup, per member:
 //!     s, dp        wgmma, both started
-//!     s done:      its operands' place is free; p, in registers, while dp is computed
-//!     dp done:     sums
+//!     s done:      free the stage of its operands; compute p in registers, while dp is computed
+//!     dp done:     add to the sums
 //! ```
 //!
 //! The operands of one product are a stage. All members have the same queries and keys, so the loads differ in head and batch entry only. Every element of

@@ -1,7 +1,7 @@
 //! The forward kernel: one cube per tile of queries, one warpgroup per 64 of its rows.
 //!
 //! ```text
-//! TMA          K(0) V(0) K(1) V(1) …    gathered boxes of `group` rows, into `stages` buffers each
+//! TMA          K(0) V(0) K(1) V(1) …    boxes of `group` rows, gathered into `stages` buffers for K and for V
 //! every warpgroup, per step j:
 //!     s = q · K(j)ᵀ                     wgmma
 //!     mask,  m' = max(m, s),  p = exp2(s − m'),  a = exp2(m − m'),  l = a · l + Σ p

@@ -1,8 +1,8 @@
 //! The forward pass in FP8: queries, keys and values in E4M3 with a scale per [`BLOCK`] rows of a head, and the online softmax of their products.
 //!
 //! ```text
-//! q, k   [batch, heads, seq, dim]                  rows as they are
-//! v      [batch, heads, seq / 64, value_dim, 64]   columns of 64 keys: a product in FP8 reads both operands along its depth
+//! q, k   [batch, heads, seq, dim]                  in their order
+//! v      [batch, heads, seq / 64, value_dim, 64]   transposed per 64 keys, since FP8 products need both operands contiguous along the depth
 //! ```
 //!
 //! The scale of a block of values is a power of two and goes into the exponents of its weights, so that nothing has to be multiplied by it. With `f` the

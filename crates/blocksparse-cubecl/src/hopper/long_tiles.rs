@@ -6,10 +6,10 @@
 //! them up in order.
 //!
 //! ```text
-//! cubes of a head    tile 0, by falling steps      tile 1                    …    then one for each other tile
+//! cubes of a head    longest tile                  second longest            …    then one cube per other tile
 //!                    stretch 0 | 1 | … | cubes−1   stretch 0 | … | cubes−1
-//! stretch i          of the steps of all query heads, one head after the other: steps / cubes of them, the first ones one more
-//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] of a loop over columns, of one over rows dQ alone
+//! stretch i          steps / cubes consecutive steps (one more in the first ones) of the list of all query heads' steps, head after head
+//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] in a loop over columns, dQ alone in a loop over rows
 //! ```
 
 use std::fmt;

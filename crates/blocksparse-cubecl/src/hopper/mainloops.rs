@@ -9,9 +9,9 @@
 //! all warps  TMA:  b1, b2, stats of step j + stages − lag     gathered boxes of `group` rows
 //! every warpgroup, per step j:
 //!     s, dp            wgmma, both started
-//!     s done:          p, to registers as a left operand, while dp is computed
+//!     s done:          p, as a left operand in registers, while dp is computed
 //!     out2 += p · b2   wgmma, started
-//!     dp done:         ds, likewise
+//!     dp done:         ds, as a left operand in registers
 //!     out1 += ds · b1  wgmma
 //! ```
 //!

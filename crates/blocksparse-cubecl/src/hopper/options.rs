@@ -1,10 +1,10 @@
 //! Options of scores besides products: ALiBi, the bias tensor, the table of distances, and the arguments of dropout.
 //!
 //! All of them depend on positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two adjacent columns of every group of eight. In the order
-//! of wgmma's result, its numbers belong to
+//! of wgmma's result, its elements belong to
 //!
 //! ```text
-//! number 4 · eight + i      row r + 8 · (i / 2), column 8 · eight + 2 · (lane mod 4) + i mod 2
+//! element 4 · n + i      row r + 8 · (i / 2), column 8 · n + 2 · (lane mod 4) + i mod 2
 //! ```
 //!
 //! The columns of a group of eight are consecutive places of one block and one residue class. In a loop over columns, rows are keys.

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!                      first warpgroup                         second warpgroup
-//! per step j:          s is there                              dp = v · dOᵀ is there
+//! per step j:          s is done                               dp = v · dOᵀ is done
 //!                      p = exp2(s · log2_scale − lse)          waits for p
-//!                      p, to shared memory                ──►  ds = p ∘ (dp − delta)
+//!                      p to shared memory                 ──►  ds = p ∘ (dp − delta)
 //!                      dV += p · dO      wgmma, started        dK += ds · q      wgmma, started
 //!                      s of step j + 1   wgmma, started        dp of step j + 1  wgmma, started
 //! ```

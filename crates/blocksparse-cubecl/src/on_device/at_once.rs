@@ -1,11 +1,11 @@
 //! The words of a plan in one launch, for patterns with few tiles: the steps of [`words`](super::words), with several cubes per pattern.
 //!
 //! ```text
-//! count     all tiles of the pattern, by each of its cubes                       a unit some neighbouring tiles
-//! first     sums over the tiles before                                           in shared memory
-//! rank      the cube's own tiles, compared with all                              some units a tile
-//! entries   those of the cube's own tiles, between those of the words before     a unit some words of a tile
-//! tables    the words of all cubes
+//! count     counts the entries of all tiles, in each cube of the pattern          consecutive tiles per unit
+//! first     sums the steps of earlier tiles                                       in shared memory
+//! rank      compares the cube's own tiles with all tiles                          one or more units per tile
+//! entries   lists entries of the cube's own tiles, after those of earlier words   one or more words per unit
+//! tables    makes the tables, distributed over all cubes
 //! ```
 
 use cubecl::prelude::*;

@@ -21,9 +21,9 @@ use blocksparse::internal::{LARGEST, WHOLE};
 /// Makes `bits` `[patterns, q_blocks, words]` of a cube's rows from `scores` `[patterns, q_blocks, kv_blocks]`, the bits of f32 numbers:
 ///
 /// ```text
-/// m = how many of the blocks that are not forced are kept
-/// bound = the smallest number that fewer than m keys of them are above, or one that m are above
-/// chosen: the forced blocks, keys above the bound, and the first of those that equal it, up to m
+/// m      = number of kept blocks that are not forced
+/// bound  = the least number with fewer than m of their keys above it, or one with exactly m above it
+/// chosen = forced blocks, blocks with keys above the bound, and the first blocks with keys equal to it, up to m
 /// ```
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn from_scores(

@@ -1,8 +1,8 @@
 //! Lists of single keys per query: removal of duplicates, and conversion to bits.
 //!
 //! ```text
-//! unique     lists as they are given  -> the keys that a query may see, each once, ascending, and −1 behind the last
-//! bits       such lists               -> a bit for each query and key
+//! unique     given lists     -> the keys that a query may attend to, each once, ascending, then −1
+//! bits       unique lists    -> one bit per query and key
 //! ```
 //!
 //! Every element has one writer, so the same lists give the same places.

@@ -1,9 +1,9 @@
 //! Lists of single keys that neighbouring queries share: the union of their lists, with a bit per query that has the key.
 //!
 //! ```text
-//! bounds     where keys of each 2,048 begin in every query's list, for some of them at a time
-//! flags      a word for each of 2,048 keys: queries one after the other set their bits
-//! written    keys whose words have bits, and the words, ascending; and which keys have, a bit each
+//! bounds     index in every query's list at which each chunk of 2,048 keys begins, for up to 16 chunks at once
+//! flags      one word per key of a chunk; queries set their bits one after the other
+//! output     keys with a non-zero word, ascending, and the words; optionally one bit per key
 //! ```
 //!
 //! A cube has a group of queries. Every element has one writer.

@@ -1,10 +1,10 @@
 //! Locations of records of pairs: records of a key are consecutive, in the order of queries.
 //!
 //! ```text
-//! bits      lists of some queries    -> a bit for each query and key
-//! turned    these                    -> the same by keys
-//! totals    bits by keys             -> pairs of each 256 keys
-//! firsts    both                     -> the pairs before each word of a key's bits
+//! bits      lists of some queries    -> one bit per query and key
+//! turned    bits                     -> their transpose, rows of keys
+//! totals    transposed bits          -> number of pairs per 256 keys
+//! firsts    transposed bits, totals  -> number of pairs before each word of a key's bits
 //! ```
 //!
 //! The place of a pair is that of its word, plus the number of lower bits set in the word.

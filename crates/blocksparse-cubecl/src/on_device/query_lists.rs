@@ -1,10 +1,10 @@
 //! Top-k choices of key blocks by single queries: the blocks that each query chooses, and for each block the queries that chose it.
 //!
 //! ```text
-//! highest    scores of queries        -> the blocks of the highest ones before their own
-//! count      chosen blocks, in parts  -> how many of a part chose each block
-//! starts     the parts' counts        -> where the queries of a block begin, in tiles; the block of each tile
-//! fill       both                     -> places of choices, and the choice at each place
+//! highest    scores of queries             -> each query's top-k blocks, among those before its own
+//! count      chosen blocks, in parts       -> number of choices per block and part
+//! starts     counts                        -> first place of each block's queries, at the start of a tile; block of each tile
+//! fill       chosen blocks, counts, starts -> place of each choice, and the choice at each place
 //! ```
 //!
 //! Choices are numbered in memory order: `query · most` plus the index among the query's. A part is a range of choices, and a cube has a part. The place of

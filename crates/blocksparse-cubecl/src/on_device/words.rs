@@ -1,13 +1,13 @@
 //! From bits to the words of a launch plan, as in [`TilePlan`](blocksparse::plan::TilePlan), in buffers whose sizes the host knows.
 //!
 //! ```text
-//! count     entries of each tile, masked and full           a unit a tile
-//! offsets   first entry of each tile                        a cube a pattern
-//! rank      tiles by falling work                           a unit a tile
-//! entries   masked ones, fill, full ones                    a unit a tile
+//! count     number of masked and full entries per tile      one unit per tile
+//! offsets   first entry of each tile                        one cube per pattern
+//! rank      order of tiles, most work first                 one unit per tile
+//! entries   masked entries, padding, full entries           one unit per tile
 //! ```
 //!
-//! [`tables`](super::tables) has the masks, and the tiles of heads.
+//! [`tables`](super::tables) makes the masks, and the first tile of each head.
 //!
 //! If patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
 //!

@@ -1,11 +1,11 @@
 //! Radix select: the largest keys of a row, digit by digit from the most significant.
 //!
 //! ```text
-//! for each of three digits of 11 bits
-//!     counts of the digits of the keys that have all digits found so far          in shared memory
-//!     the digit: the highest that, with those above it, enough keys have
-//!     end if all keys that have it are selected
-//! selected: keys that are above in the digits that were found, and the first of those that are equal in them
+//! for each of three digits of at most 11 bits:
+//!     count the values of the digit, over keys that match all digits found so far          in shared memory
+//!     find the highest value such that enough keys have it or a higher one
+//!     stop if all keys that match are selected
+//! select the keys above the digits found, and the first of the keys that match them
 //! ```
 //!
 //! Nothing is sorted. If a cube has a whole row (`list_top_k`), its units read the row's elements coalesced: most long rows twice for digits and once for

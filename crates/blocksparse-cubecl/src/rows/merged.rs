@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! lse = ln Σ exp(lseᵢ)    wᵢ = exp(lseᵢ − lse)    out = Σ wᵢ · xᵢ
-//! by xᵢ = wᵢ · g          by lseᵢ = wᵢ · (g · xᵢ − g · out + g_lse)
+//! dxᵢ = wᵢ · g            dlseᵢ = wᵢ · (g · xᵢ − g · out + g_lse)
 //! ```
 //!
-//! The first launch computes everything except the gradients of the selected rows. Those are gathered with the reverse index, so that every element has one
+//! `g` and `g_lse` are the gradients with respect to out and lse. The first launch computes everything except the gradients of the selected rows. Those are gathered with the reverse index, so that every element has one
 //! writer.
 
 use cubecl::ir::ElemType;

@@ -6,10 +6,10 @@
 //! ```text
 //! columns     sums over rows, in two steps
 //! indexed     indices of rows
-//! gather      sums of rows by an index
-//! merged      a part of each row and others by an index, merged by their lse
-//! norm_shape  how the units of a cube share rows
-//! typed       buffers with the type of their numbers
+//! gather      sums of rows selected by an index
+//! merged      merges of each row's own part with selected rows, by their lse
+//! norm_shape  distribution of rows over the units of a cube
+//! typed       buffers with element types
 //! ```
 
 #[doc(hidden)]

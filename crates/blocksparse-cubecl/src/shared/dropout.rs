@@ -215,11 +215,11 @@ pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
 }
 
 /// Exchanges bits between lanes so that each lane gets those of its own pairs. A lane has rows `g` and `g + 8` of 16, `g = lane / 4`, and columns
-/// `8 n + 2 t` and the next, `t = lane mod 4`, in groups `n` of eight columns. Before, byte `c` of a lane has the results of the counter with
+/// `8 n + 2 t` and the next, `t = lane mod 4`, in groups `n` of eight columns. Before, byte `c` of a lane has the results of the counter of
 ///
 /// ```text
-/// rows of queries     the eight of keys 2 c + t / 2, and the query of row g + 8 · (t mod 2)
-/// rows of keys        the keys of rows 8 · (g / 2 mod 2) and the seven below, and the query of column 8 · (2 c + g / 4) + 2 t + g mod 2
+/// rows are queries    key group 2 c + t / 2, query of row g + 8 · (t mod 2)
+/// rows are keys       keys of the eight rows from 8 · (g / 2 mod 2) on, query of column 8 · (2 c + g / 4) + 2 t + g mod 2
 /// ```
 ///
 /// After, it has those of its own pairs: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane index with one of the bit index.

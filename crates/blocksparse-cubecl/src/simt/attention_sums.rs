@@ -66,11 +66,11 @@ pub struct SumsConfig {
 /// Sums along lines, with one cube per segment of each head:
 ///
 /// ```text
-/// sum = 0                                     a number for each pair of a tile
+/// sum = 0                                     one per pair of a tile
 /// for each tile of the segment:
 ///     s    = scale · q · kᵀ                   softcap, biases
-///     sum += exp(s − lse)                     of allowed pairs
-/// sums = sum over rows, or over diagonals     each in the order of rows
+///     sum += exp(s − lse)                     allowed pairs only
+/// sums = Σ sum over columns or diagonals      in the order of rows
 /// ```
 ///
 /// With `gradient`, the sum is over `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, instead of the weights. Then `lse` is the stats of the

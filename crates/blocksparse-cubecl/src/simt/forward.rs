@@ -20,10 +20,10 @@ use crate::shared::score::{LOW, ScoreInputs};
 /// m = −∞  l = 0  o = 0                         per row of the tile
 /// for each step:
 ///     s  = scale · q · kᵀ                      softcap, biases, masked pairs to LOW
-///     next step if s < m − threshold           of all pairs of a unit's rows, and a threshold is given
+///     next step if s < m − threshold           with a threshold, if it holds for all pairs of the unit's rows
 ///     m' = max(m, max(s))
 ///     p  = exp(s − m')                         a = exp(m − m')
-///     l  = a · l + Σ p                         o = a · o + p · v      with dropout, of the p that are kept
+///     l  = a · l + Σ p                         o = a · o + p · v      dropout sets some p of this product to 0
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
