@@ -5,8 +5,8 @@
 //! dxᵢ = wᵢ · g            dlseᵢ = wᵢ · (g · xᵢ − g · out + g_lse)
 //! ```
 //!
-//! `g` and `g_lse` are the gradients with respect to out and lse. The first launch computes everything except the gradients of the selected rows. Those are gathered with the reverse index, so that every element has one
-//! writer.
+//! `g` and `g_lse` are the gradients with respect to out and lse. The first launch computes everything except the gradients of the selected rows. Those are
+//! gathered with the reverse index, so that every element has one writer.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
