@@ -1,4 +1,4 @@
-//! What kernels get: buffers, strides, numbers. The one place where a buffer is given to a kernel without its length being known.
+//! Kernel arguments: buffers, strides and scalars. [`buffer`] is the one place where a buffer is passed to a kernel with an unchecked length.
 
 use std::sync::Arc;
 
@@ -21,29 +21,28 @@ use super::uploaded::{self, DevicePlan};
 use blocksparse::plan::Sections;
 use blocksparse::{BlockLayout, Dropout, Residue, Seed};
 
-/// What the scores of a call are, apart from its tensors. What is given has to be what the request's
-/// [`ScoreKind`](super::call::ScoreKind) says.
+/// The parameters of a call's scores, apart from q and k. The options set must match the request's [`ScoreKind`](super::call::ScoreKind).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ScoreOptions {
-    /// Factor of the products.
+    /// Factor of the products `q · k`.
     pub scale: f64,
-    /// Bound of the scores.
+    /// Softcap: scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f64>,
     /// ALiBi slopes, `[heads]`: scores get `−slope · |distance|` after the softcap.
     pub slopes: Option<Arc<[f64]>>,
-    /// Dropout of weights.
+    /// Dropout of attention weights.
     pub dropout: Option<Dropout>,
-    /// A bias of the scores, added after the softcap.
+    /// Bias of the scores, added after the softcap.
     pub bias: Option<BiasView>,
-    /// A bias of each distance, likewise.
+    /// Bias of each distance, also added after the softcap.
     pub relative: Option<TableView>,
-    /// How far all scores of a tile are below the largest ones of their rows, at least, where it is skipped.
+    /// Tiles are skipped if all their scores are below the largest ones of their rows (in the forward pass, those so far) by more than this.
     pub threshold: Option<f64>,
 }
 
 impl ScoreOptions {
-    /// Scaled products; the rest is set field by field.
+    /// Scaled products with no other option. Set the rest field by field.
     pub fn new(scale: f64) -> Self {
         Self {
             scale,
@@ -56,12 +55,12 @@ impl ScoreOptions {
         }
     }
 
-    /// Whether anything is added to scores.
+    /// Whether scores have slopes, a bias or a table of distances.
     pub fn biased(&self) -> bool {
         self.slopes.is_some() || self.bias.is_some() || self.relative.is_some()
     }
 
-    /// Elements of the bias, 0 if there is none.
+    /// Number of elements of the bias, 0 without one.
     pub fn bias_len(&self) -> usize {
         self.bias.as_ref().map_or(0, BiasView::elements)
     }
@@ -71,7 +70,8 @@ impl ScoreOptions {
         optional(handle, self.bias_len())
     }
 
-    /// What the `simt` tier adds to scores. Where slopes and the table are in stats, that begins at element `in_stats`.
+    /// Returns the biases that the `simt` tier adds to scores. If slopes and the table of distances are stored in the stats, they begin at element
+    /// `in_stats`.
     pub fn biases<E: Float, A: Float>(
         &self,
         slopes: Option<&Handle>,
@@ -91,7 +91,7 @@ impl ScoreOptions {
         )
     }
 
-    /// Elements of the bias between batch entries, heads and queries: 0 where it is 1.
+    /// Returns the bias's strides in elements over batch entries, heads and queries. The stride of a dimension of length 1 is 0.
     fn bias_steps(&self) -> [usize; 3] {
         let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
         let step = |length: usize, step: usize| if length == 1 { 0 } else { step };
@@ -102,14 +102,14 @@ impl ScoreOptions {
         ]
     }
 
-    /// The same in bytes, of a bias of elements so wide.
+    /// Returns the bias's strides in bytes, for elements of `element` bytes.
     pub fn bias_bytes(&self, element: usize) -> [u64; 3] {
         self.bias_steps()
             .map(|elements| (elements * element) as u64)
     }
 
-    /// What the backward pass knows of its `rows` queries, `[rows, 2]`, with slopes and the table behind: where the table begins, and how
-    /// many numbers it is in all.
+    /// Layout of the backward pass's stats of `rows` queries: `[rows, 2]`, then the slopes, then the table of distances. Returns the element at which the
+    /// table begins, and the number of elements in all.
     pub fn stats_len(&self, rows: usize) -> [usize; 2] {
         let table_start = rows * 2 + self.slopes.as_ref().map_or(0, |slopes| slopes.len());
         [table_start, table_start + self.table_len()]
@@ -120,18 +120,18 @@ impl ScoreOptions {
         optional(handle, self.table_len())
     }
 
-    /// Numbers of the table, 0 if there is none.
+    /// Number of elements of the table of distances, 0 without one.
     pub fn table_len(&self) -> usize {
         (self.relative.as_ref()).map_or(0, |table| table.shape.iter().product())
     }
 
-    /// Numbers of the table between heads, 0 if they share it, and its reach.
+    /// Returns the table's stride over heads, 0 if heads share it, and its reach.
     fn table_steps(&self) -> [usize; 2] {
         let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
         [if heads == 1 { 0 } else { width }, width / 2]
     }
 
-    /// The table, as the tensor-core tiers get it.
+    /// Returns the table of distances as the tensor-core tiers read it.
     pub fn table_args(&self) -> ComptimeOptionArgs<TableArgs> {
         let Some(table) = &self.relative else {
             return ComptimeOptionArgs::None;
@@ -141,18 +141,18 @@ impl ScoreOptions {
         ComptimeOptionArgs::Some(TableArgsLaunch::new(numbers, head as u32, reach as u32))
     }
 
-    /// Dropout of weights.
+    /// Returns the dropout arguments of the tensor-core tiers.
     pub fn dropout_args(&self) -> DropoutArgsLaunch<f32> {
         DropoutArgsLaunch::new(self.mask(), self.kept_factor() as f32)
     }
 
-    /// The same of the `simt` tier.
+    /// Returns the dropout arguments of the `simt` tier.
     pub fn dropout_inputs(&self, accumulator: ElemType) -> DropoutArgsLaunch<InputScalar> {
         let factor = InputScalar::new(self.kept_factor(), accumulator);
         DropoutArgsLaunch::new(self.mask(), factor)
     }
 
-    /// With the factors of products that `log2_scale` and `cap_scale` are.
+    /// Returns the scalars of the tensor-core tiers, with the factors `log2_scale` and `cap_scale` of products.
     pub fn scalars(&self, (log2_scale, cap_scale): (f64, f64)) -> ScoreScalarsLaunch {
         let softcap = self.softcap.unwrap_or(1.0);
         ScoreScalarsLaunch::new(
@@ -166,7 +166,7 @@ impl ScoreOptions {
         )
     }
 
-    /// The same of the `simt` tier.
+    /// Returns the scalars of the `simt` tier.
     pub fn score_inputs(&self, accumulator: ElemType) -> ScoreInputsLaunch {
         let softcap = self.softcap.unwrap_or(1.0);
         ScoreInputsLaunch::new(
@@ -185,12 +185,12 @@ impl ScoreOptions {
         }
     }
 
-    /// What weights that are kept are multiplied by.
+    /// Factor of the weights that dropout keeps.
     pub fn kept_factor(&self) -> f64 {
         self.dropout.map_or(1.0, |dropout| dropout.factor())
     }
 
-    /// The slopes on the device.
+    /// Returns the slopes on the device, and uploads them if needed.
     pub fn device_slopes(
         &self,
         client: &Client,
@@ -206,15 +206,17 @@ impl ScoreOptions {
 /// How the scalar kernels index the tensors of a call.
 #[derive(Clone, Copy)]
 pub struct Indexing {
-    /// Elements of a load.
+    /// Elements per vector load.
     pub width: usize,
     /// Type of indices.
     pub address: AddressType,
-    /// Stored blocks of a batch entry.
+    /// Stored blocks per batch entry, 0 if weights are not stored.
     pub weight_blocks: usize,
 }
 
 impl Indexing {
+    /// Checks the tensors, and returns how kernels index them.
+    ///
     /// # Errors
     /// [`KernelError`] if a tensor's rows are not contiguous, or the device cannot index the largest one.
     pub fn new(
@@ -248,7 +250,7 @@ impl Indexing {
     }
 }
 
-/// Blocks of the batch entry that has most.
+/// Returns the largest number of blocks of a batch entry.
 fn stored_blocks(layout: &BlockLayout) -> usize {
     let entry_blocks = |entry| {
         let heads = 0..layout.heads();
@@ -262,17 +264,16 @@ fn stored_blocks(layout: &BlockLayout) -> usize {
         .unwrap_or(0)
 }
 
-/// A buffer of so many elements, or vectors of elements.
+/// Returns a buffer argument of `elements` elements, or of as many vectors.
 pub fn buffer(handle: &Handle, elements: usize) -> BufferArg {
     debug_assert!(elements as u64 <= handle.size_in_used());
-    // SAFETY: kernels read and write below the length that a buffer says it has, so it must not say more than the handle holds. Callers
-    // count elements in the type that the kernel gives the buffer: `TensorView::reach` of inputs, whose handle begins at the first and
-    // holds the last; the product of the shape of contiguous outputs, as the fields of `Outputs`, `Gradients` and `ScoreOptions` ask
-    // of callers; and the size that they have just allocated of everything else.
+    // SAFETY: kernels read and write below the buffer's stated length, so it must not exceed what the handle holds. Callers count elements in the kernel's
+    // element type: `TensorView::reach` of inputs, whose handle begins at the first element and holds the last; the product of the shape of contiguous
+    // outputs, which the fields of `Outputs`, `Gradients` and `ScoreOptions` require of callers; and the size just allocated of everything else.
     unsafe { BufferArg::from_raw_parts(handle.clone(), elements) }
 }
 
-/// A buffer of `elements`, or none.
+/// Returns a buffer argument of `elements` elements, or none.
 pub fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
     handle: Option<&Handle>,
     elements: usize,
@@ -283,12 +284,12 @@ pub fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
     }
 }
 
-/// A plan on the device.
+/// Returns the arguments of a plan on the device.
 pub fn plan_words(plan: &DevicePlan, residue: Option<Residue>) -> PlanWordsLaunch {
     PlanWordsLaunch::new(buffer(&plan.words, plan.len), listing(residue))
 }
 
-/// Elements of a load: as many as divide the rows and strides of all tensors, 4 at most.
+/// Returns the elements per vector load: the largest power of two, at most 4, that divides the rows, offsets and strides of all tensors.
 pub fn load_width(
     dtype: ElemType,
     tensors: &[(&'static str, &TensorView)],
@@ -306,12 +307,12 @@ pub fn load_width(
     Ok(width)
 }
 
-/// The type of indices into `largest` elements.
+/// Returns the index type for `largest` elements.
 pub fn address_of(client: &Client, largest: usize) -> Result<AddressType, KernelError> {
     address_in(client.properties(), largest)
 }
 
-/// [`address_of`] on a device that is described.
+/// [`address_of`] for device properties.
 pub fn address_in(
     properties: &DeviceProperties,
     largest: usize,
@@ -330,7 +331,7 @@ pub fn address_in(
     }
 }
 
-/// A tensor in vectors of `width`, with its strides.
+/// Returns a tensor in vectors of `width` elements, with its strides.
 pub fn row_tensor<T: CubePrimitive>(tensor: &TensorView, width: usize) -> RowTensorLaunch<T>
 where
     Box<[T]>: LaunchArg<RuntimeArg = BufferArg>,
@@ -342,10 +343,10 @@ where
     )
 }
 
-/// A map of a tensor with 16-bit elements whose boxes have these lengths, swizzled as wide as the boxes' rows are.
+/// Returns a tensor map of 16-bit elements with boxes of these lengths. The swizzle is as wide as a row of the box.
 ///
 /// # Safety
-/// The handle holds the elements of such a shape and strides.
+/// The handle must hold the elements of this shape and these strides.
 pub unsafe fn boxes_of(
     handle: &Handle,
     shape: &[usize],
@@ -353,7 +354,7 @@ pub unsafe fn boxes_of(
     boxes: &[usize],
     dtype: ElemType,
 ) -> TensorMapArg<Tiled> {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees it.
     let tensor = unsafe { TensorArg::from_raw_parts(handle.clone(), strides.into(), shape.into()) };
     let swizzle = match boxes.last() {
         Some(16) => TensorMapSwizzle::B32,
@@ -364,7 +365,7 @@ pub unsafe fn boxes_of(
     TensorMapArg::new(TiledArgs { tile_size }, tensor, dtype).with_swizzle(swizzle)
 }
 
-/// The listing of a part's positions.
+/// Returns how a part lists its positions.
 pub fn listing(residue: Option<Residue>) -> ListingLaunch {
     let residue = residue.unwrap_or(Residue {
         stride: 1,
@@ -373,7 +374,7 @@ pub fn listing(residue: Option<Residue>) -> ListingLaunch {
     ListingLaunch::new(residue.stride, residue.class_len)
 }
 
-/// Words between two batch entries' heads in a plan.
+/// Number of words between the heads of two batch entries in a plan, 0 if batch entries share a layout.
 pub fn batch_words(layout: &BlockLayout) -> usize {
     match layout.batch() {
         Some(_) => layout.heads(),
@@ -381,7 +382,7 @@ pub fn batch_words(layout: &BlockLayout) -> usize {
     }
 }
 
-/// What a launch computes of a layout, of which the device has the plan.
+/// Returns the arguments by which a launch finds its tiles: the layout's plan on the device and the slice.
 pub fn schedule(
     plan: &DevicePlan,
     layout: &BlockLayout,
@@ -405,7 +406,10 @@ pub fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {
     )
 }
 
-/// `cubes` cubes over the first two dimensions of a launch.
+/// Spreads `cubes` cubes over the first two dimensions of a grid.
+///
+/// # Errors
+/// [`KernelError::Limit`] if the grid is too small.
 pub fn spread(client: &Client, cubes: u64) -> Result<CubeCount, KernelError> {
     let (x_most, y_most, _) = client.properties().hardware.max_cube_count;
     let x = cubes.min(u64::from(x_most));

@@ -1,4 +1,4 @@
-//! Weights summed over columns and diagonals: checks and launches.
+//! Sums of weights over columns and diagonals: checks and launches.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,14 +25,14 @@ use blocksparse::BlockLayout;
 use blocksparse::lines::{Line, Lines};
 use blocksparse::plan::Mainloop;
 
-/// What the sums are of, and where they go.
+/// Which queries are summed, and the output buffers.
 #[derive(Clone, Debug)]
 pub struct AttentionSumOutputs {
-    /// Queries that count.
+    /// Queries included in the sums.
     pub queries: Range<usize>,
-    /// `[batch, heads, seq_kv]`, in the type of sums: over the queries of each key.
+    /// `[batch, heads, seq_kv]`, in the accumulator type: each key's weights, summed over the queries.
     pub columns: Handle,
-    /// `[batch, heads, seq_q + seq_kv − 1]`: over the pairs of query row `i` and key row `j`, at `i − j + seq_kv − 1`.
+    /// `[batch, heads, seq_q + seq_kv − 1]`: the weights of query row `i` and key row `j`, summed at `i − j + seq_kv − 1`.
     pub diagonals: Handle,
 }
 
@@ -52,7 +52,10 @@ pub fn check_attention_sums(
     check(device, layout, request, false, buffers).map(|_| ())
 }
 
-/// The tile that makes the gradient of biases of distances, if a device can make it.
+/// Returns the tile for the gradient of the table of distances.
+///
+/// # Errors
+/// [`KernelError`] if the device cannot compute it.
 pub fn check_distances(
     device: DeviceFacts,
     layout: &BlockLayout,
@@ -78,14 +81,14 @@ fn check(
     Ok(tile)
 }
 
-/// What is summed along lines.
+/// Operands of the sums along lines.
 struct Summed<'a> {
     client: &'a Client,
     layout: &'a BlockLayout,
     request: &'a Request,
     /// q and k.
     inputs: [&'a TensorView; 2],
-    /// v and grad_out, for the gradient of scores in the place of weights.
+    /// v and grad_out, if gradients of scores are summed instead of weights.
     gradient: Option<[&'a TensorView; 2]>,
     /// lse, or the stats of the backward pass.
     stats: &'a Handle,
@@ -94,7 +97,7 @@ struct Summed<'a> {
 }
 
 impl Summed<'_> {
-    /// The inputs, as errors name them.
+    /// Inputs with their names in errors.
     fn named(&self) -> Vec<(&'static str, &TensorView)> {
         let [q, k] = self.inputs;
         let mut named = vec![("q", q), ("k", k)];
@@ -104,8 +107,8 @@ impl Summed<'_> {
         named
     }
 
-    /// Where the biases of distances begin in the stats, and the numbers of the stats: lse, or lse and delta with the slopes and the biases
-    /// behind.
+    /// Returns the element of the stats at which the table of distances begins, and the number of elements of the stats: lse alone, or lse and delta, then
+    /// the slopes, then the table.
     fn stats_len(&self) -> [usize; 2] {
         let rows = self.request.batch * self.layout.heads() * self.layout.seq_q();
         match self.gradient {
@@ -143,8 +146,8 @@ pub fn attention_sums(
     sum_lines(&summed, Line::Diagonals, &outputs.diagonals)
 }
 
-/// The gradient of biases of distances: that of the scores, summed over diagonals, batch entries and what shares a bias. `stats` are those of
-/// all positions, `out` is where it goes.
+/// Computes the gradient of the table of distances into `out`: the gradient of the scores, summed over diagonals, batch entries and the heads that share
+/// the table. `stats` are those of all positions.
 pub fn distance_gradient(
     pass: &BackwardPass,
     stats: &Handle,
@@ -175,7 +178,7 @@ pub fn distance_gradient(
     let numbers = own_heads * width;
     let cubes = spread(client, numbers as u64)?;
     let address = address_of(client, elements.max(numbers))?;
-    // SAFETY: a cube reads the diagonals of a distance and writes its own number of the table.
+    // SAFETY: a cube reads the diagonals of one distance and writes its own element of the table.
     unsafe {
         fold_distances::launch_unchecked(
             client,
@@ -196,24 +199,24 @@ pub fn distance_gradient(
     Ok(())
 }
 
-/// The sums of segments of lines, and how kernels index them.
+/// Sums of the segments of lines, and how kernels index them.
 struct Segments {
     tile: Tile,
     line: Line,
     plan: Arc<DeviceLinePlan>,
     sums: Handle,
-    /// Segments of a head. A buffer has an element at least.
+    /// Segments per head, at least 1 because buffers are not empty.
     segments: usize,
-    /// Elements of the sums.
+    /// Number of elements of `sums`.
     elements: usize,
-    /// Elements of a load.
+    /// Elements per vector load.
     width: usize,
     address: AddressType,
-    /// Sums of a head in the end.
+    /// Number of final sums per head.
     length: usize,
-    /// The first of them in a line of tiles.
+    /// Index of the first final sum within a line of tiles.
     offset: usize,
-    /// Sums of all heads.
+    /// Number of final sums of all heads.
     total: usize,
 }
 
@@ -278,7 +281,7 @@ impl Segments {
         )
     }
 
-    /// Sums of each segment.
+    /// Computes the sum of each segment.
     fn sum(&self, summed: &Summed) -> Result<(), KernelError> {
         let (client, layout, request) = (summed.client, summed.layout, summed.request);
         let ([q, k], options) = (summed.inputs, summed.options);
@@ -288,8 +291,8 @@ impl Segments {
         let slopes = options.device_slopes(client, layout, accumulator)?;
         let [table_start, numbers] = summed.stats_len();
         for slice in Slice::whole(request.batch, heads).cut(client) {
-            // SAFETY: a cube reads the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
-            // own sums, and the buffers have the lengths they say (see `buffer`).
+            // SAFETY: a cube reads the tiles that the plan lists for its segment, reads positions below the lengths in the strides and writes its own sums.
+            // The buffers have the stated lengths (see `buffer`).
             unsafe {
                 kernel::launch_unchecked(
                     client,
@@ -368,10 +371,10 @@ fn sum_lines(summed: &Summed, line: Line, out: &Handle) -> Result<(), KernelErro
     segments.add(summed, out)
 }
 
-/// Sides of tiles with the rows of a unit.
+/// Sides of tiles, each with the rows per unit.
 const SIDES: [(usize, usize); 4] = [(64, 4), (32, 4), (16, 2), (8, 1)];
 
-/// The largest tile that fits a block and the device.
+/// Returns the largest tile that fits a block and the device.
 fn tile(
     properties: &DeviceProperties,
     layout: &BlockLayout,
@@ -382,7 +385,7 @@ fn tile(
     let fits = |tile: &Tile| {
         let side = tile.rows;
         let numbers = 2 * row_fours(tile, gradient) * 4 + side * side;
-        // The compiler may align each of the three arrays.
+        // The compiler may align each of the three arrays to 16 bytes.
         let bytes = numbers * request.accumulator().size() + 3 * 16;
         bytes <= hardware.max_shared_memory_size && tile.units() <= most_units(properties)
     };

@@ -11,7 +11,7 @@ use super::pass::{BackwardPass, Pass};
 use super::tier::KnownStats;
 use blocksparse::BlockLayout;
 
-/// Runs the backward pass: `outputs` as the forward pass left them.
+/// Runs the backward pass. `outputs` must hold the forward pass's results.
 ///
 /// # Errors
 /// [`KernelError`] if a limit of the device is exceeded; then nothing was launched.
@@ -37,7 +37,7 @@ pub fn backward(
     let mut known = KnownStats::default();
     for plan in plan.parts() {
         let part = plan.part(layout);
-        // Whatever tier the gradients of the inputs are made on.
+        // The bias's gradient has its own launch, whichever tier computes the gradients of the inputs.
         if let (Some(bias), Some(out)) = (&options.bias, &gradients.bias) {
             plan.bias
                 .tile

@@ -1,4 +1,4 @@
-//! A call as data: its tensors, what it asks for, and the device it runs on.
+//! A call as data: its tensors, the request and the device.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -12,21 +12,21 @@ use blocksparse::{BlockLayout, ProductPrecision, Residue};
 /// A 4-dimensional tensor on the device. Outer dimensions may have any strides.
 #[derive(Clone, Debug)]
 pub struct TensorView {
-    /// The buffer, beginning at the first element.
+    /// The buffer, which begins at the tensor's first element.
     pub handle: Handle,
     /// `[batch, heads, seq, dim]`
     pub shape: [usize; 4],
-    /// In elements.
+    /// Strides in elements.
     pub strides: [usize; 4],
 }
 
 impl TensorView {
-    /// Elements from the first one to the last, both included.
+    /// Number of elements from the first to the last, both included.
     pub fn reach(&self) -> usize {
         reach(&self.shape, &self.strides)
     }
 
-    /// Strides of outer dimensions that are longer than 1: those of others are arbitrary.
+    /// Strides of the outer dimensions that are longer than 1. Strides of dimensions of length 1 are arbitrary.
     pub fn outer_strides(&self) -> impl Iterator<Item = usize> {
         outer_strides(self.shape, self.strides)
     }
@@ -46,17 +46,17 @@ impl TensorView {
     }
 }
 
-/// How a tensor has to lie for launches to read it there. One that lies otherwise is made contiguous before.
+/// The strides and offsets that launches can read. Other tensors must be made contiguous first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Readable {
-    /// The multiple that strides and the beginning must be of, in elements.
+    /// Strides and the offset of the first element must be multiples of this, in elements.
     pub alignment: usize,
-    /// Elements from the first to the last, at most.
+    /// Largest number of elements from the first to the last.
     pub reach: usize,
 }
 
 impl Readable {
-    /// Whether launches read a tensor with these strides, which begins `start` elements into its buffer.
+    /// Whether launches can read a tensor with these strides that begins `start` elements into its buffer.
     pub fn takes(&self, shape: [usize; 4], strides: [usize; 4], start: usize) -> bool {
         let is_aligned = |number: usize| number.is_multiple_of(self.alignment);
         is_aligned(start)
@@ -77,7 +77,7 @@ fn has_rows(shape: [usize; 4], strides: [usize; 4]) -> bool {
     strides[3] == 1 || shape[3] == 1
 }
 
-/// Elements from the first to the last of a tensor.
+/// Number of elements from the first to the last, both included.
 fn reach(shape: &[usize; 4], strides: &[usize; 4]) -> usize {
     let last = shape.iter().zip(strides);
     last.map(|(length, stride)| length.saturating_sub(1) * stride)
@@ -85,16 +85,16 @@ fn reach(shape: &[usize; 4], strides: &[usize; 4]) -> usize {
         + 1
 }
 
-/// Biases of distances.
+/// Table of biases of distances.
 #[derive(Clone, Debug)]
 pub struct TableView {
-    /// The buffer, contiguous, in the type of sums.
+    /// The buffer, contiguous, in the accumulator type.
     pub handle: Handle,
     /// `[heads or 1, 2 · reach + 1]`
     pub shape: [usize; 2],
 }
 
-/// A bias of scores.
+/// Bias of scores.
 #[derive(Clone, Debug)]
 pub struct BiasView {
     /// The buffer, contiguous, in the inputs' type.
@@ -109,7 +109,7 @@ impl BiasView {
     }
 }
 
-/// What the forward pass writes and the backward pass reads.
+/// Outputs of the forward pass, which the backward pass reads.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Outputs<'a> {
@@ -117,15 +117,15 @@ pub struct Outputs<'a> {
     pub out: &'a Handle,
     /// `[batch, heads, seq_q]`, contiguous.
     pub lse: &'a Handle,
-    /// `[batch, blocks, b, b]`, if the request says that weights are stored. Holds zeros before the forward pass.
+    /// `[batch, blocks, b, b]`, if the request stores weights. Must hold zeros before the forward pass.
     pub weights: Option<&'a Handle>,
-    /// `[batch, heads, seq_q]`, contiguous, in lse's type, if the request says so: each row's largest score over the keys it attends to,
-    /// scaled, softcapped and biased, in natural units; −∞ in rows without keys. The backward pass does not read it.
+    /// `[batch, heads, seq_q]`, contiguous, in lse's type, if the request asks for it: each row's largest score over the keys it attends to, scaled,
+    /// softcapped and biased, in natural units; −∞ in rows without keys. The backward pass does not read it.
     pub max_scores: Option<&'a Handle>,
 }
 
 impl<'a> Outputs<'a> {
-    /// Out and lse only.
+    /// Outputs without weights and largest scores.
     pub fn new(out: &'a Handle, lse: &'a Handle) -> Self {
         Self {
             out,
@@ -135,45 +135,45 @@ impl<'a> Outputs<'a> {
         }
     }
 
-    /// With a buffer for weights, or without.
+    /// Sets the buffer of the weights.
     pub fn with_weights(self, weights: Option<&'a Handle>) -> Self {
         Self { weights, ..self }
     }
 
-    /// With a buffer for each row's largest score, or without.
+    /// Sets the buffer of each row's largest score.
     pub fn with_max_scores(self, max_scores: Option<&'a Handle>) -> Self {
         Self { max_scores, ..self }
     }
 }
 
-/// Gradients by the outputs.
+/// Gradients with respect to the outputs.
 #[derive(Clone, Copy, Debug)]
 pub struct OutputGrads<'a> {
     /// `[batch, heads, seq_q, value_dim]`
     pub out: &'a TensorView,
-    /// `[batch, heads, seq_q]`, contiguous, in lse's type. None: 0.
+    /// `[batch, heads, seq_q]`, contiguous, in lse's type. `None` means 0.
     pub lse: Option<&'a Handle>,
 }
 
-/// Where the gradients go.
+/// Buffers that the gradients are written to.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Gradients {
     /// `[batch, heads, seq_q, head_dim]`
     pub q: Handle,
-    /// dK `[batch, kv_heads, seq_kv, head_dim]`, and from element `v_offset` on dV
-    /// `[batch, kv_heads, seq_kv, value_dim]`: one buffer, since some devices bind only eight.
+    /// dK `[batch, kv_heads, seq_kv, head_dim]`, followed from element `v_offset` by dV `[batch, kv_heads, seq_kv, value_dim]`. They share a buffer because
+    /// some devices bind only eight.
     pub kv: Handle,
-    /// Elements before dV, a multiple of 4.
+    /// Element at which dV begins, a multiple of 4.
     pub v_offset: usize,
-    /// The bias's, if it is wanted: of the bias's shape, in the type of sums. Holds zeros before.
+    /// Gradient of the bias, if wanted: in the bias's shape and the accumulator type. Must hold zeros before the pass.
     pub bias: Option<Handle>,
-    /// That of the biases of distances, if it is wanted: of their shape, in the type of sums.
+    /// Gradient of the table of distances, if wanted: in the table's shape and the accumulator type.
     pub relative: Option<Handle>,
 }
 
 impl Gradients {
-    /// Those of queries, and of keys and values; [`bias`](Self::bias) and [`relative`](Self::relative) are set if they are wanted.
+    /// Buffers of dQ and of dK and dV. Set [`bias`](Self::bias) and [`relative`](Self::relative) if they are wanted.
     pub fn new(q: Handle, kv: Handle, v_offset: usize) -> Self {
         Self {
             q,
@@ -185,37 +185,37 @@ impl Gradients {
     }
 }
 
-/// What scores and weights are besides scaled products. Kernels are compiled for it: what is off costs nothing.
+/// Options of scores and weights besides scaled products. Kernels are compiled for them, so what is off costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ScoreKind {
     /// Whether scores are softcapped.
     pub softcap: bool,
     /// Whether scores have ALiBi biases.
     pub alibi: bool,
-    /// Whether scores have a given bias.
+    /// Whether scores have a bias tensor.
     pub bias: bool,
-    /// Whether scores have a bias of each distance.
+    /// Whether scores have a table of distances.
     pub relative: bool,
-    /// Whether weights are dropped out.
+    /// Whether weights have dropout.
     pub dropout: bool,
-    /// Whether dropout has its seed from a table on the device.
+    /// Whether the dropout seed is in a table on the device.
     pub seeds: bool,
-    /// Whether tiles are skipped whose scores are below a threshold.
+    /// Whether tiles with scores below a threshold are skipped.
     pub threshold: bool,
 }
 
 impl ScoreKind {
-    /// Whether anything is added to scores.
+    /// Whether scores have slopes, a bias or a table of distances.
     pub fn biased(&self) -> bool {
         self.alibi || self.bias || self.relative
     }
 
-    /// Whether anything depends on the positions of a pair.
+    /// Whether scores or weights depend on the positions of a pair.
     pub fn positions(&self) -> bool {
         self.biased() || self.dropout
     }
 
-    /// Buffers that a kernel binds for the biases and the seed.
+    /// Number of buffers that a kernel binds for biases and the seed.
     pub fn buffers(&self) -> usize {
         [self.alibi, self.bias, self.relative, self.seeds]
             .into_iter()
@@ -224,29 +224,29 @@ impl ScoreKind {
     }
 }
 
-/// What a call asks for, apart from the layout and the numbers in its tensors.
+/// The parameters of a call, apart from the layout and the contents of its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Request {
-    /// Batch entries.
+    /// Number of batch entries.
     pub batch: usize,
-    /// Heads of keys and values; divides the layout's heads.
+    /// Number of heads of keys and values. Divides the layout's heads.
     pub kv_heads: usize,
     /// Width of queries and keys.
     pub head_dim: usize,
     /// Width of values.
     pub value_dim: usize,
-    /// Type of all tensors but lse and the weights.
+    /// Type of all tensors except lse and the weights.
     pub dtype: ElemType,
     /// Whether the weights are stored.
     pub store: bool,
     /// Whether the forward pass writes each row's largest score.
     pub max_scores: bool,
-    /// Whether the scale is positive.
+    /// Whether the scale is positive. The tensor-core tiers need that unless scores are softcapped or biased.
     pub positive_scale: bool,
-    /// What factors of products may be rounded to.
+    /// Precision to which factors of products may be rounded.
     pub precision: ProductPrecision,
-    /// What scores are besides scaled products.
+    /// Options of scores besides scaled products.
     pub score: ScoreKind,
 }
 
@@ -271,12 +271,12 @@ impl Request {
         }
     }
 
-    /// With scores of this kind.
+    /// Sets the options of scores.
     pub fn with_score(self, score: ScoreKind) -> Self {
         Self { score, ..self }
     }
 
-    /// With products scaled by this.
+    /// Sets whether the scale is positive, from its value.
     pub fn with_scale(self, scale: f64) -> Self {
         Self {
             positive_scale: scale > 0.0,
@@ -284,28 +284,28 @@ impl Request {
         }
     }
 
-    /// Whether the weights are stored.
+    /// Sets whether the weights are stored.
     pub fn with_stored_weights(self, store: bool) -> Self {
         Self { store, ..self }
     }
 
-    /// Whether the forward pass writes each row's largest score.
+    /// Sets whether the forward pass writes each row's largest score.
     pub fn with_max_scores(self, max_scores: bool) -> Self {
         Self { max_scores, ..self }
     }
 
-    /// With factors of products that may be rounded to this.
+    /// Sets the precision to which factors of products may be rounded.
     pub fn with_precision(self, precision: ProductPrecision) -> Self {
         Self { precision, ..self }
     }
 
-    /// The type of sums, lse and weights: f32, or f64 for f64 tensors.
+    /// The accumulator type, also of lse and weights: f32, or f64 for f64 tensors.
     pub fn accumulator(&self) -> ElemType {
         accumulator_of(self.dtype)
     }
 
-    /// Whether tiles may be of like blocks. A tile of keys goes through all query heads of its group, which must agree
-    /// on its rows, and stored weights are found by a tile's place.
+    /// Whether tiles may gather block rows with similar patterns (clustering). A tile of keys is used by all query heads of its group, which must then
+    /// share a pattern, and stored weights are found by a tile's place, so neither may be reordered.
     pub fn may_cluster(&self, layout: &BlockLayout, mainloop: Mainloop) -> bool {
         let common = mainloop == Mainloop::Rows
             || layout.num_patterns() == 1
@@ -314,7 +314,7 @@ impl Request {
     }
 }
 
-/// The type of sums of elements of a type.
+/// Returns the accumulator type of an element type.
 pub fn accumulator_of(element: ElemType) -> ElemType {
     match element {
         ElemType::Float(FloatKind::F64) => element,
@@ -325,7 +325,7 @@ pub fn accumulator_of(element: ElemType) -> ElemType {
 /// The kernels that run over a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernel {
-    /// Out and lse (and weights).
+    /// out and lse, and the weights if stored.
     Forward,
     /// dQ.
     BackwardRows,
@@ -334,10 +334,10 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// In the order of a call.
+    /// All kernels in launch order.
     pub const ALL: [Self; 3] = [Self::Forward, Self::BackwardRows, Self::BackwardColumns];
 
-    /// How it goes through a layout.
+    /// Returns which side of the layout has the tiles.
     pub fn mainloop(self) -> Mainloop {
         match self {
             Kernel::Forward | Kernel::BackwardRows => Mainloop::Rows,
@@ -346,7 +346,7 @@ impl Kernel {
     }
 }
 
-/// Whether the application has the compiler for kernels with PTX of their own, CubeCL's for CUDA C++.
+/// Whether the crate is built with CubeCL's CUDA C++ compiler, which kernels with inline PTX need.
 pub const HAS_PTX: bool = cfg!(feature = "cuda-asm");
 
 fn check_device(is_it: bool, reason: &'static str) -> Result<(), &'static str> {
@@ -357,7 +357,7 @@ fn check_device(is_it: bool, reason: &'static str) -> Result<(), &'static str> {
     }
 }
 
-/// What all kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
+/// Checks for what kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
 pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
     let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
@@ -365,23 +365,23 @@ pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     check_device(capability >= 80, reason)
 }
 
-/// What all kernels on wgmma need.
+/// Checks for what kernels on wgmma need.
 pub fn check_hopper(properties: &DeviceProperties) -> Result<(), &'static str> {
     let is_it = properties.identity.fingerprint == "ptx_sm90";
     check_device(is_it, "the device is not of compute capability 9.0")
 }
 
-/// The device of a call, as far as plans depend on it.
+/// The properties of a device that plans depend on.
 #[derive(Clone, Copy)]
 pub struct DeviceFacts<'a> {
     /// Name of the runtime.
     pub runtime: &'static str,
-    /// What it says of itself.
+    /// Properties that the runtime reports.
     pub properties: &'a DeviceProperties,
 }
 
 impl<'a> DeviceFacts<'a> {
-    /// Of a client's device.
+    /// Returns the facts of a client's device.
     pub fn of(client: &'a Client) -> Self {
         Self {
             runtime: client.name(),
@@ -389,7 +389,7 @@ impl<'a> DeviceFacts<'a> {
         }
     }
 
-    /// Checks that a dtype is one of the kernels' and the device's.
+    /// Checks that the kernels and the device support a dtype.
     pub fn check_dtype(&self, dtype: ElemType) -> Result<(), KernelError> {
         use FloatKind::{BF16, F16, F32, F64, Flex32};
         let float = matches!(dtype, ElemType::Float(F16 | BF16 | F32 | F64 | Flex32));
@@ -407,18 +407,18 @@ impl<'a> DeviceFacts<'a> {
 /// A part of a layout for which a tier is chosen.
 #[derive(Clone, Copy)]
 pub struct PartRequest<'a> {
-    /// What the launches compute.
+    /// Layout of the part's launches.
     pub layout: &'a BlockLayout,
-    /// What the call asks for.
+    /// Request of the call.
     pub request: &'a Request,
-    /// Keys of the call.
+    /// Number of keys of the call.
     pub seq_kv: usize,
-    /// How positions are listed; `None`: as they come.
+    /// How positions are listed. `None` means in order.
     pub residue: Option<Residue>,
-    /// Whether it carries on from what the parts before left.
+    /// Whether the part continues the softmax state of earlier parts.
     pub carry: bool,
-    /// Tiers that are left out.
+    /// Tiers to leave out.
     pub limit: TierLimit,
-    /// The device's.
+    /// Properties of the device.
     pub properties: &'a DeviceProperties,
 }

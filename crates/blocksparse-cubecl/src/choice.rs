@@ -1,4 +1,4 @@
-//! What a call will run: chosen, checked against the device, remembered with the layout, and printed.
+//! The plan of a call: chosen, checked against the device, cached with the layout, and printed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use blocksparse::internal::Slots;
 use blocksparse::plan::Tiling;
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
 
-/// What a call will run on a device.
+/// The kernels and tiles of a call on a device.
 ///
 /// ```text
 /// fixed(128, 32), bf16 with sums in f32
@@ -30,28 +30,28 @@ pub struct AttentionPlan {
     request: Request,
     parts: Vec<PartPlan>,
     backward: Result<(), KernelError>,
-    /// What makes the gradient of biases of distances, over the whole layout.
+    /// Tile of the gradient of the table of distances, over the whole layout.
     distances: Option<simt::Tile>,
-    /// Elements of a tensor that the device has indices for.
+    /// Largest number of elements that the device can index.
     indexed: usize,
 }
 
-/// A part of a call: its launches come after those of the parts before.
+/// The plan of a part of a call. Parts are launched in order.
 #[derive(Clone, Debug)]
 pub struct PartPlan {
-    /// `None`: the call's own layout (which keeps this plan, so the plan cannot keep it).
+    /// `None` means the call's own layout, which holds this plan, so the plan cannot hold it.
     layout: Option<BlockLayout>,
     residue: Option<Residue>,
     pub forward: Choice<ForwardTile>,
     pub backward: Choice<BackwardTile>,
-    /// What makes the gradient of a bias, if the call has one.
+    /// Tile of the bias's gradient, used if the call has a bias.
     pub bias: Choice<BiasTile>,
-    /// The tiles of the `simt` tier, in the order of the kernels.
+    /// Tiles of the `simt` tier, in the order of the kernels.
     simt: [simt::Tile; 3],
 }
 
 impl PartPlan {
-    /// What the launches compute, being part of a layout.
+    /// Returns the part's layout and positions, given the call's `own` layout.
     pub fn part<'a>(&'a self, own: &'a BlockLayout) -> Part<'a> {
         Part {
             layout: self.layout.as_ref().unwrap_or(own),
@@ -59,7 +59,7 @@ impl PartPlan {
         }
     }
 
-    /// How the plan of a kernel's launch is cut, on whatever tier.
+    /// Returns the tiling of a kernel's launch plan, on the chosen tier.
     fn launched(&self, kernel: Kernel) -> Tiling {
         match kernel {
             Kernel::Forward => self.forward.tile.tiling(),
@@ -67,7 +67,7 @@ impl PartPlan {
         }
     }
 
-    /// Writes what runs: what runs on tensor cores before what does not.
+    /// Writes the part's kernels, tensor-core kernels first.
     fn write(&self, f: &mut fmt::Formatter<'_>, request: &Request) -> fmt::Result {
         let accumulator = request.accumulator().size();
         let (forward, backward) = (&self.forward, &self.backward);
@@ -101,7 +101,7 @@ impl PartPlan {
     }
 }
 
-/// The tiers that do not take a pass, and why.
+/// Writes the tiers that do not take a pass, and why.
 fn write_refused(f: &mut fmt::Formatter<'_>, pass: &str, refused: &[(&str, &str)]) -> fmt::Result {
     let mut refused = refused.iter();
     refused.try_for_each(|(tier, why)| writeln!(f, "  {pass:<8} not on the {tier} tier: {why}"))
@@ -112,8 +112,8 @@ fn write_lines(f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>) -> fmt::R
     lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
 }
 
-/// Plans of a layout, and of the choices that devices make within it: of all of those a call has a layout of its own, of which a plan knows no more than its
-/// choice and its name.
+/// Plans of a layout and of the device-made choices within it. Each call with such a choice has a layout of its own, of which a plan depends only on the
+/// choice and the name.
 #[derive(Default)]
 struct Plans(Slots<(DeviceKey, Request, TierLimit), Vec<KnownPlan>>);
 
@@ -123,11 +123,11 @@ struct KnownPlan {
 }
 
 impl AttentionPlan {
-    /// Chooses kernels and tiles, and checks them against the device's limits. Remembered with the layout, or with the one that a device chooses blocks of:
-    /// the second call with the same request costs a lookup. Tiers that `BLOCKSPARSE_TIER` names are left out.
+    /// Chooses kernels and tiles, and checks them against the device's limits. The plan is cached with the layout, or with the layout that the device
+    /// chooses blocks from, so a second call with the same request costs a lookup. Tiers named by `BLOCKSPARSE_TIER` are left out.
     ///
     /// # Errors
-    /// [`KernelError`] if the device lacks the dtype, the forward pass exceeds a limit, or the variable says what it may not.
+    /// [`KernelError`] if the device lacks the dtype, the forward pass exceeds a limit, or the variable has an invalid value.
     pub fn new(
         client: &Client,
         layout: &BlockLayout,
@@ -136,7 +136,7 @@ impl AttentionPlan {
         Self::with_limit(client, layout, request, Tuning::of_process()?.tier)
     }
 
-    /// As [`new`](Self::new), leaving out the tiers of `limit`, whatever the environment says.
+    /// Like [`new`](Self::new), but leaves out the tiers of `limit` and ignores the environment.
     ///
     /// # Errors
     /// [`KernelError`] if the device lacks the dtype or the forward pass exceeds a limit.
@@ -165,7 +165,7 @@ impl AttentionPlan {
         })
     }
 
-    /// As [`with_limit`](Self::with_limit), for a device that is described; not remembered.
+    /// Like [`with_limit`](Self::with_limit), for a described device and without caching.
     pub fn choose(
         layout: &BlockLayout,
         request: Request,
@@ -173,7 +173,7 @@ impl AttentionPlan {
         device: DeviceFacts,
     ) -> Result<Self, KernelError> {
         device.check_dtype(request.dtype)?;
-        // Stored weights are those of the layout's own blocks.
+        // Stored weights are indexed by the blocks of the whole layout, so the call is not split into parts.
         let parts: Vec<(Option<&BlockLayout>, Option<Residue>)> = match layout.parts() {
             Some(parts) if !request.store => (parts.iter())
                 .map(|part| (Some(&part.layout), part.residue))
@@ -225,7 +225,7 @@ impl AttentionPlan {
         })
     }
 
-    /// What the call asks for.
+    /// Returns the request of the call.
     pub fn request(&self) -> &Request {
         &self.request
     }
@@ -234,8 +234,7 @@ impl AttentionPlan {
         &self.parts
     }
 
-    /// The multiple that strides, in elements, and beginnings of inputs must be of: tensor cores are fed in pieces of
-    /// 16 bytes.
+    /// Alignment of strides and first elements of inputs, in elements: tensor-core kernels load pieces of 16 bytes.
     pub fn alignment(&self) -> usize {
         let is_tensor = |part: &PartPlan| {
             let of_bias = self.request.score.bias && part.bias.tile.is_tensor();
@@ -247,7 +246,7 @@ impl AttentionPlan {
         }
     }
 
-    /// How q, k and v have to lie.
+    /// Returns the strides and offsets that q, k and v may have.
     pub fn inputs(&self) -> Readable {
         Readable {
             alignment: self.alignment(),
@@ -255,7 +254,7 @@ impl AttentionPlan {
         }
     }
 
-    /// How the output's gradient has to lie.
+    /// Returns the strides and offsets that the output's gradient may have.
     pub fn gradient(&self) -> Readable {
         let most = self
             .parts
@@ -267,7 +266,7 @@ impl AttentionPlan {
         }
     }
 
-    /// Whether the backward pass can run, too.
+    /// Checks that the backward pass can run.
     ///
     /// # Errors
     /// [`KernelError`] if it exceeds a limit of the device.
@@ -294,11 +293,11 @@ fn check_limits(
             on_device::check(launched, plan.bias.tile.tiling(kernel), properties)?;
         }
     }
-    // With the buffer in which CubeCL passes scalars.
+    // Including the buffer in which CubeCL passes scalars.
     let buffers = match kernel {
-        // In the backward pass slopes and biases of distances lie behind lse and delta.
+        // In the backward pass, slopes and the table of distances are stored in the stats.
         Kernel::Forward => 7 + request.score.buffers() + usize::from(request.max_scores),
-        // The bias and its gradient.
+        // Plus the bias and its gradient.
         _ => 8 + 2 * usize::from(request.score.bias) + usize::from(request.score.seeds),
     } + usize::from(request.store);
     let hardware = &properties.hardware;

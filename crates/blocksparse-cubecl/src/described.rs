@@ -1,4 +1,4 @@
-//! Devices that are only described, for tests of plans.
+//! Described devices for tests of plans.
 
 use cubecl::ir::features::{Features, Plane, Tma, TypeUsage};
 use cubecl::ir::{
@@ -17,7 +17,7 @@ const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const F64: ElemType = ElemType::Float(FloatKind::F64);
 
-/// A device as a runtime would describe it.
+/// A device as a runtime describes it.
 pub struct Fake {
     runtime: &'static str,
     pub properties: DeviceProperties,
@@ -88,7 +88,7 @@ impl Fake {
         fake
     }
 
-    /// What WebGPU promises.
+    /// A device with the guaranteed limits of WebGPU.
     pub fn webgpu() -> Self {
         let mut fake = Self::new("wgpu<wgsl>", "spirv_1_2", 32_768, &[F32]);
         let hardware = &mut fake.properties.hardware;
@@ -99,7 +99,7 @@ impl Fake {
         fake
     }
 
-    /// The plan of a call.
+    /// Returns the plan of a call.
     pub fn plan(
         &self,
         layout: &BlockLayout,

@@ -1,4 +1,4 @@
-//! The launch plans that a layout keeps on devices, uploaded once or made there, as long as it lives.
+//! Launch plans that a layout caches per device, uploaded or made there once.
 
 use std::sync::Arc;
 
@@ -19,18 +19,19 @@ type Key = (DeviceKey, Tiling);
 #[derive(Default)]
 struct DevicePlans(Slots<Key, Option<Arc<DevicePlan>>>);
 
-/// The words of a plan, on the client's device.
+/// Uploads the words of a plan.
 fn upload(client: &Client, words: &[u32]) -> Result<Handle, KernelError> {
     check_words(words.len())?;
     recording::upload(client, words, "the launch plan of a layout")
 }
 
-/// Checks that kernels can index the words of a plan: they do it in 32 bits.
+/// Checks that kernels can index the words of a plan in 32 bits.
 fn check_words(words: usize) -> Result<(), KernelError> {
     KernelError::check_u32("the words of a launch plan", words).map(|_| ())
 }
 
-/// The plan of a layout under a tiling, on the client's device. It takes seconds for a million positions, in which only those wait who ask for the same one.
+/// Returns the plan of a layout under a tiling, on the client's device. Making it takes seconds for a million positions; only callers that need the same
+/// plan wait.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if it has more words than kernels can index.
@@ -77,7 +78,7 @@ pub struct DeviceLinePlan {
 #[derive(Default)]
 struct DeviceLinePlans(Slots<(DeviceKey, Lines), Option<Arc<DeviceLinePlan>>>);
 
-/// The lines of a layout, on the client's device.
+/// Returns the line plan of a layout, on the client's device.
 ///
 /// # Errors
 /// As [`plan`].

@@ -1,4 +1,4 @@
-//! How devices are told apart.
+//! Identities of devices.
 
 use cubecl::device::DeviceId;
 use cubecl::prelude::*;
@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 /// A device of a runtime.
 pub type DeviceKey = (&'static str, DeviceId);
 
-/// A client's device.
+/// Returns the key of a client's device.
 pub fn device_key(client: &Client) -> DeviceKey {
     (client.name(), client.service_id().device)
 }

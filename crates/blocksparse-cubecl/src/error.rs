@@ -1,15 +1,15 @@
-//! What can be wrong with a launch.
+//! Errors of launches.
 
 use super::tuning::TuningError;
 
-/// What can be wrong with a launch. All of it is known before.
+/// An error of a launch, detected before anything is launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
-    /// A dtype the kernels or the device do not have.
+    /// The kernels or the device do not support the dtype.
     #[error("dtype must be a float type of the device, got {dtype}")]
     Dtype {
-        /// The dtype that came.
+        /// The given dtype.
         dtype: String,
     },
     /// No tile fits the shared memory of the device.
@@ -22,77 +22,77 @@ pub enum KernelError {
         head_dim: usize,
         /// Width of values.
         value_dim: usize,
-        /// Bytes a cube has.
+        /// Shared memory of a cube in bytes.
         available: usize,
     },
-    /// More of something than a launch on the device can have.
+    /// A launch exceeds a limit of the device.
     #[error("{what} must be at most {limit}, a limit of the device, got {got}")]
     Limit {
-        /// What there is too much of.
+        /// The limited quantity.
         what: &'static str,
-        /// The most there can be.
+        /// Largest supported value.
         limit: u64,
-        /// What a launch would need.
+        /// Value that the launch needs.
         got: u64,
     },
-    /// A tensor whose last dimension is not contiguous.
+    /// A tensor's last dimension is not contiguous.
     #[error("{tensor}'s last dimension must have stride 1, got {stride}")]
     Stride {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: &'static str,
-        /// Its last stride.
+        /// Stride of its last dimension.
         stride: usize,
     },
-    /// A tensor that TMA cannot read.
+    /// TMA cannot read the tensor.
     #[error(
         "{tensor} must begin at and have strides of multiples of {multiple} elements, got {got}"
     )]
     Alignment {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: &'static str,
-        /// The multiple.
+        /// Required multiple, in elements.
         multiple: usize,
-        /// A stride, or where it begins.
+        /// The offending stride or offset.
         got: usize,
     },
-    /// Residue classes of different lengths, which TMA cannot read.
+    /// Residue classes differ in length, which TMA cannot read.
     #[error("{tensor}'s sequence must be a multiple of the pattern's stride {stride}, got {seq}")]
     Classes {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: &'static str,
         /// The pattern's stride.
         stride: usize,
-        /// Its sequence.
+        /// Length of the tensor's sequence.
         seq: usize,
     },
-    /// A scale that a kernel does not take.
+    /// The kernel does not support the scale.
     #[error("scale must be positive, got {scale}")]
     Scale {
-        /// The scale.
+        /// The given scale.
         scale: String,
     },
-    /// A factor of a product that is not what was planned.
+    /// A factor differs from what the product was planned for.
     #[error("{factor} must have the lengths and strides that the product was planned for")]
     Factor {
-        /// The factor.
+        /// Name of the factor.
         factor: &'static str,
     },
-    /// An output that a request asks for and that has no buffer.
+    /// An output that the request asks for has no buffer.
     #[error("{output} must have a buffer, because the request asks for it, got none")]
     Output {
-        /// The output.
+        /// Name of the output.
         output: &'static str,
     },
-    /// Numbers of the host that would be uploaded inside a recording.
+    /// Host data would be uploaded inside a recording.
     #[error(
         "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
          make the same call once before"
     )]
     Recording {
-        /// What would be uploaded.
+        /// The data that would be uploaded.
         what: &'static str,
     },
-    /// An environment variable that says what it may not.
+    /// An environment variable has an invalid value.
     #[error(transparent)]
     Tuning(#[from] TuningError),
 }
@@ -106,7 +106,7 @@ impl KernelError {
         }
     }
 
-    /// Checks that there are no more of something.
+    /// Checks that `got` is at most `limit`.
     pub fn check(what: &'static str, limit: impl Into<u64>, got: usize) -> Result<(), Self> {
         let limit = limit.into();
         match got as u64 <= limit {
@@ -115,7 +115,7 @@ impl KernelError {
         }
     }
 
-    /// Checks that there are no more of something than 32 bits count.
+    /// Checks that `got` fits 32 bits.
     pub fn check_u32(what: &'static str, got: usize) -> Result<u32, Self> {
         u32::try_from(got).map_err(|_| Self::limit(what, u32::MAX, got))
     }

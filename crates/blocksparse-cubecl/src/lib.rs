@@ -7,27 +7,27 @@
 //!             dQ = ds · k           dK = dsᵀ · q       dV = pᵀ · dO
 //! ```
 //!
-//! Only the pairs in kept blocks are computed. The forward and the dQ kernel give a cube a tile of
-//! queries, which reads the keys it needs; the dK/dV kernel gives it a tile of keys, which reads the queries that need
-//! them: there every number has one writer. A fused backward pass has several for dQ: tiles of keys add their parts to sums in f32, in an order that the
-//! plan fixes. So the same input gives the same bits. Atomics in no order count whole numbers alone. [`plan`](blocksparse::plan) says what a cube computes.
+//! Only the pairs in the layout's blocks are computed. In the forward and dQ kernels, a cube has a tile of queries and reads the keys they attend to. In
+//! the dK/dV kernel, a cube has a tile of keys and reads the queries that attend to them. There, every output element has one writer. In a fused backward
+//! pass, several tiles of keys add to the same dQ, in f32 and in an order that the plan fixes. So the same input gives the same bits. Only integer counts
+//! use atomics in arbitrary order. [`plan`](blocksparse::plan) describes the tiles of a cube.
 //!
-//! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it
-//! prints. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
+//! A call is a [`Request`] over a layout. [`AttentionPlan`] has the kernels it runs, chosen from the layout, the request and the device, and can be
+//! printed. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 //!
 //! ```text
-//! call       a call as data: views, Request, ScoreKind        error      what can be wrong
-//! args       what kernels get: buffers, strides, numbers      uploaded   what lies on a device
-//! pass       a pass over a layout, as tiers get it            device     launch plans on devices
-//! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
-//! choice     AttentionPlan                                    on_device  launch plans made there
-//! tuning     what environment variables say                   shared     what kernels of several tiers share
+//! call       a call as data: views, Request, ScoreKind        error      errors of calls
+//! args       kernel arguments: buffers, strides, scalars      uploaded   plans and slopes on a device
+//! pass       a pass over a layout, the input of tiers         device     launch plans on devices
+//! tier       the tiers as values, in order of preference      stats      lse and delta of queries
+//! choice     AttentionPlan                                    on_device  launch plans made on a device
+//! tuning     environment variables                            shared     code of several tiers' kernels
 //! forward, backward, attention_sums                           simt, mma, hopper: the tiers
-//! primitives radix select                                    prelude    what launchers import
+//! primitives radix select                                    prelude    imports of launchers
 //! ```
 //!
-//! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
-//! hidden modules of this one.
+//! [`rows`] has gathers by an index and merges by lse. Kernels of training ops, page tables and choices by content are in the crates of those, built on
+//! this crate's hidden modules.
 
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]

@@ -1,11 +1,11 @@
-//! What a device has: types, units of a cube, elements of a load.
+//! Limits of a device: types, units per cube, elements per load.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use crate::error::KernelError;
 
-/// That a device has all of these types.
+/// Checks that a device supports all `types`.
 ///
 /// # Errors
 /// [`KernelError::Dtype`] names the first that it lacks.
@@ -22,7 +22,7 @@ pub fn check_types(
     }
 }
 
-/// Elements of a load of 16 bytes at most that divides rows of all these widths, where the widest number has so many bytes.
+/// Returns the largest vector, in elements and at most 16 bytes, that divides all `widths`. `bytes` is the size of the widest element.
 pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) -> usize {
     let most = (16 / bytes).min(properties.hardware.max_vector_size.max(1));
     (0..=most.ilog2())
@@ -32,7 +32,7 @@ pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) 
         .unwrap_or(1)
 }
 
-/// Multiprocessors, 1 of a device that does not say how many.
+/// Number of multiprocessors, 1 if the device does not report it.
 pub fn multiprocessors(properties: &DeviceProperties) -> usize {
     properties
         .hardware
@@ -40,7 +40,7 @@ pub fn multiprocessors(properties: &DeviceProperties) -> usize {
         .unwrap_or(1) as usize
 }
 
-/// Units of a cube of one dimension, at most.
+/// Largest number of units of a one-dimensional cube.
 pub fn most_units(properties: &DeviceProperties) -> usize {
     let hardware = &properties.hardware;
     (hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize).max(1)

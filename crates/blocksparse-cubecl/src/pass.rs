@@ -1,4 +1,4 @@
-//! A pass over a layout, as the tiers get it.
+//! A pass over a layout, as passed to the tiers.
 
 use std::ops::Deref;
 
@@ -14,21 +14,21 @@ use blocksparse::{BlockLayout, Residue};
 /// A part of a layout, with launches of its own.
 #[derive(Clone, Copy)]
 pub struct Part<'a> {
-    /// What the launches compute.
+    /// Layout of the part's launches.
     pub layout: &'a BlockLayout,
-    /// How positions are listed; `None`: as they come.
+    /// How positions are listed. `None` means in order.
     pub residue: Option<Residue>,
 }
 
-/// What both passes are of; the forward pass by itself.
+/// Operands of the forward pass, which the backward pass shares.
 pub struct Pass<'a> {
     pub client: &'a Client,
-    /// The call's own layout, of which the parts are.
+    /// The call's whole layout.
     pub layout: &'a BlockLayout,
     pub request: &'a Request,
     /// q, k and v.
     pub inputs: [&'a TensorView; 3],
-    /// As the forward pass leaves them.
+    /// Outputs of the forward pass.
     pub outputs: Outputs<'a>,
     pub options: &'a ScoreOptions,
     /// The slopes on the device.
@@ -37,7 +37,7 @@ pub struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A pass that reads q, k, v and the tensors `beside` them.
+    /// Checks the tensors and returns a pass that reads q, k, v and the tensors in `beside`.
     ///
     /// # Errors
     /// As [`Indexing::new`], and if slopes would be uploaded inside a recording.
@@ -63,18 +63,18 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Where each row's largest score goes, if it is asked for.
+    /// Returns the buffer of each row's largest score, if the request asks for it.
     pub fn max_scores<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
         let asked = self.request.max_scores;
         optional(self.outputs.max_scores.filter(|_| asked), self.rows())
     }
 
-    /// The inputs, as errors name them.
+    /// Inputs with their names in errors.
     pub fn named(&self) -> [(&'static str, &'a TensorView); 3] {
         named(self.inputs)
     }
 
-    /// Rows of queries.
+    /// Number of query rows over batch entries and heads.
     pub fn rows(&self) -> usize {
         self.request.batch * self.layout.heads() * self.layout.seq_q()
     }
@@ -99,24 +99,24 @@ impl<'a> Deref for BackwardPass<'a> {
     }
 }
 
-/// What one mainloop of the backward pass reads and writes.
+/// Operands of one mainloop of the backward pass.
 pub struct Operands<'a> {
-    /// Heads that it is launched for.
+    /// Number of heads of the launch.
     pub heads: usize,
-    /// Of the tile's own rows: q and dO, or k and v.
+    /// Tensors of the tile's own rows: q and dO, or k and v.
     pub a: [&'a TensorView; 2],
-    /// Of the gathered rows: k and v, or q and dO.
+    /// Tensors of the gathered rows: k and v, or q and dO.
     pub b: [&'a TensorView; 2],
     /// dQ, or dK and dV.
     pub out: &'a Handle,
-    /// Elements of `out`,
+    /// Number of elements of `out`.
     pub elements: usize,
-    /// and those before dV.
+    /// Element of `out` at which dV begins.
     pub second: usize,
 }
 
 impl<'a> Operands<'a> {
-    /// The inputs, as errors name them.
+    /// Inputs with their names in errors.
     pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
         let ([a1, a2], [b1, b2]) = (self.a, self.b);
         [
@@ -129,13 +129,13 @@ impl<'a> Operands<'a> {
 }
 
 impl<'a> BackwardPass<'a> {
-    /// The inputs, as errors name them.
+    /// Inputs with their names in errors.
     pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
         let [q, k, v] = self.pass.named();
         [q, k, v, ("grad_out", self.grads.out)]
     }
 
-    /// What a mainloop reads and writes.
+    /// Returns the operands of a mainloop.
     pub fn operands(&self, mainloop: Mainloop) -> Operands<'a> {
         let [q, k, v] = self.inputs;
         let grad_out = self.grads.out;

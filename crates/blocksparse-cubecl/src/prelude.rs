@@ -1,4 +1,4 @@
-//! What launchers of kernels need beside CubeCL's prelude, which is in it.
+//! Imports of kernel launchers, including CubeCL's prelude.
 
 pub use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 pub use cubecl::prelude::*;

@@ -1,7 +1,7 @@
 //! Recordings of launches, and what must not happen inside them.
 //!
-//! A launch that is recorded runs again at every replay, and so does a copy from the host: with the bytes it had, and on CUDA without an error. So nothing is
-//! uploaded while a stream records; what a recording needs is made by a call before it.
+//! Every replay of a recording repeats its launches, and also its copies from the host: with the original bytes, and on CUDA without an error. So nothing
+//! is uploaded while a stream records. A call before the recording must make what it needs.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,7 +15,7 @@ use super::error::KernelError;
 /// A stream of a device.
 type StreamKey = (DeviceKey, StreamId);
 
-/// The streams that record, once for each recording.
+/// The recording streams, with one entry per recording.
 static RECORDING: Mutex<Vec<OfStream>> = Mutex::new(Vec::new());
 
 struct OfStream {
@@ -23,34 +23,34 @@ struct OfStream {
     failure: Option<Failure>,
 }
 
-/// Why a recording is of no use.
+/// Reason why a recording is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Failure {
-    /// This would have been uploaded inside.
+    /// This data would have been uploaded inside it.
     Upload(&'static str),
-    /// This would not have been updated where it lies.
+    /// This buffer would not have been updated in place.
     NotInPlace(&'static str),
 }
 
-/// Says that a stream records, until it is dropped. Warming up is no recording, which CubeCL does not tell apart.
+/// Marks a stream as recording until it is dropped. A warm-up run has no such mark; CubeCL does not distinguish the two.
 #[derive(Debug)]
 #[must_use]
 pub struct Recording(StreamKey);
 
-/// The stream of the thread, which that of operations is that it enqueued.
+/// Key of the current thread's stream, to which its operations are enqueued.
 fn key_of(client: &Client) -> StreamKey {
     (device_key(client), StreamId::current())
 }
 
 impl Recording {
-    /// Of this thread's stream on the client's device. It is held to it while it captures.
+    /// Begins a recording on this thread's stream on the client's device. The thread keeps that stream while it captures.
     pub fn begin(client: &Client) -> Self {
         let key = key_of(client);
         streams().push(OfStream { key, failure: None });
         Self(key)
     }
 
-    /// What went wrong first, on the thread that launches.
+    /// Returns the first failure on the thread that launches.
     pub fn failure(&self) -> Option<Failure> {
         let streams = streams();
         let own = streams.iter().find(|of| of.key == self.0);
@@ -71,7 +71,7 @@ fn streams() -> std::sync::MutexGuard<'static, Vec<OfStream>> {
     RECORDING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether the client's stream records; if so, what goes wrong is kept for [`Recording::failure`].
+/// Whether the client's stream records. If so, stores the first failure for [`Recording::failure`].
 pub fn fails(client: &Client, failure: Failure) -> bool {
     if !client.is_capturing() {
         return false;
@@ -82,7 +82,7 @@ pub fn fails(client: &Client, failure: Failure) -> bool {
     own.map(|of| of.failure.get_or_insert(failure)).is_some()
 }
 
-/// That the client's stream does not record.
+/// Checks that the client's stream does not record.
 ///
 /// # Errors
 /// [`KernelError::Recording`] that names what would have been uploaded.
@@ -93,7 +93,7 @@ pub fn refuse_upload(client: &Client, what: &'static str) -> Result<(), KernelEr
     }
 }
 
-/// Numbers of the host on the client's device: the only place where these kernels upload any.
+/// Uploads host data to the client's device. This is the only place where these kernels upload.
 pub fn upload<T: bytemuck::NoUninit>(
     client: &Client,
     numbers: &[T],

@@ -1,26 +1,26 @@
-//! Batch entries and heads of a launch. A grid has one dimension for each, and devices bound them: more are launched one after the other.
+//! Slices of batch entries and heads. A grid has one dimension for each, and devices limit them, so larger calls are several launches.
 
 use cubecl::prelude::*;
 
 use super::shared::addressing::SliceLaunch;
 
-/// Batch entries and heads of one launch, of all those of a call.
+/// Batch entries and heads of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// The first batch entry,
+    /// First batch entry.
     pub first_batch: usize,
-    /// and how many.
+    /// Number of batch entries.
     pub batches: usize,
-    /// The first head,
+    /// First head.
     pub first_head: usize,
-    /// and how many.
+    /// Number of heads.
     pub heads: usize,
-    /// Batch entries and heads of the call.
+    /// Numbers of batch entries and heads of the call.
     all: [usize; 2],
 }
 
 impl Slice {
-    /// All batch entries and heads of a call.
+    /// A slice of all batch entries and heads of a call.
     pub fn whole(batches: usize, heads: usize) -> Self {
         Self {
             first_batch: 0,
@@ -31,7 +31,7 @@ impl Slice {
         }
     }
 
-    /// Launches in each of which no two batch entries or heads share a bias of `shape`.
+    /// Returns slices within which no two batch entries or heads share a bias of `shape`.
     pub fn sharing(
         [own_batches, own_heads, ..]: [usize; 4],
         batch: usize,
@@ -51,7 +51,7 @@ impl Slice {
             .collect()
     }
 
-    /// In launches that the device takes.
+    /// Cuts the slice to the limits of the device.
     pub fn cut(self, client: &Client) -> Vec<Self> {
         let (_, heads, batches) = client.properties().hardware.max_cube_count;
         self.cut_to(batches as usize, heads as usize)
@@ -78,17 +78,17 @@ impl Slice {
             .collect()
     }
 
-    /// The launch's grid, with so many tiles of a head.
+    /// Returns the grid for `tiles` tiles per head.
     pub fn cubes(&self, tiles: usize) -> CubeCount {
         CubeCount::Static(tiles as u32, self.heads as u32, self.batches as u32)
     }
 
-    /// The same with the heads first, so that cubes of all heads begin in turn.
+    /// Returns the grid with heads in the first dimension, so that cubes of all heads start in turn.
     pub fn cubes_in_turn(&self, tiles: usize) -> CubeCount {
         CubeCount::Static(self.heads as u32, tiles as u32, self.batches as u32)
     }
 
-    /// What kernels get.
+    /// Returns the kernel arguments.
     pub fn args(&self) -> SliceLaunch {
         let [batches, heads] = self.all;
         SliceLaunch::new(self.first_batch, self.first_head, batches, heads)
@@ -114,7 +114,7 @@ mod tests {
             }
         }
         assert!(seen.iter().all(|&times| times == 1), "{slices:?}");
-        // A bias that all batch entries share has a launch for each.
+        // A bias that all batch entries share needs a launch per entry.
         let sharing = Slice::sharing([1, 5, 4, 4], 7, 5);
         assert_eq!(sharing.len(), 7);
         assert!(

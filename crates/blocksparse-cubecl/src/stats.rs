@@ -1,4 +1,4 @@
-//! What the backward pass needs of each query: lse and delta.
+//! Stats of each query for the backward pass: lse and delta.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -11,22 +11,22 @@ use super::pass::{BackwardPass, Part};
 use crate::shared::delta::{self, DeltaConfig, OutputRowsLaunch, StatsLengthsLaunch};
 use blocksparse::Residue;
 
-/// Units of a cube.
+/// Units per cube.
 const UNITS: u32 = 64;
 
-/// Which of a query's numbers are wanted, and where.
+/// Which queries' stats to compute, and in what layout.
 #[derive(Clone, Copy)]
 pub struct Wanted {
-    /// Places of a head.
+    /// Places per head.
     pub pitch: usize,
     /// Factor of lse.
     pub lse_factor: f64,
-    /// How places are listed; `None`: they are positions.
+    /// How places list positions. `None` means in order.
     pub residue: Option<Residue>,
 }
 
 impl Wanted {
-    /// All places of a part, filled up to a multiple, and lse for powers of two: what kernels on tensor cores read.
+    /// All places of a part, padded to a multiple, with lse in base 2: what tensor-core kernels read.
     pub fn of_places(part: Part, multiple: usize) -> Self {
         Self {
             pitch: part.layout.seq_q().next_multiple_of(multiple),
@@ -36,26 +36,26 @@ impl Wanted {
     }
 }
 
-/// What is known of the queries.
+/// Operands from which the stats are computed.
 pub struct Known<'a> {
     pub client: &'a Client,
     pub batch: usize,
     pub heads: usize,
     pub value_dim: usize,
-    /// Types of the tensors, and of sums.
+    /// Types of the tensors and of the accumulator.
     pub dtypes: [ElemType; 2],
     pub outputs: Outputs<'a>,
     pub grads: OutputGrads<'a>,
     pub options: &'a ScoreOptions,
     /// The slopes on the device.
     pub slopes: Option<&'a Handle>,
-    /// Elements of a load, and the type of indices.
+    /// Elements per vector load.
     pub width: usize,
     pub address: AddressType,
 }
 
-/// `[batch · heads, pitch, 2]` in the type of sums: `lse · lse_factor` and delta of the query at each place of a part, with slopes and the
-/// table of distances behind.
+/// Computes the stats `[batch · heads, pitch, 2]` in the accumulator type: `lse · lse_factor` and delta of the query at each place of a part, followed by
+/// the slopes and the table of distances.
 ///
 /// # Errors
 /// [`KernelError`] if there are more cubes than the device launches.
@@ -77,7 +77,7 @@ pub fn make(pass: &BackwardPass, wanted: Wanted) -> Result<Handle, KernelError> 
     of_queries(&known, wanted)
 }
 
-/// The same of what is known without a pass.
+/// Like [`make`], without a pass.
 ///
 /// # Errors
 /// As [`make`].
@@ -93,8 +93,8 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
     let lanes = delta::delta_lanes(client.properties(), value_dim / width);
     let units = rows as u64 * lanes as u64;
     let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
-    // SAFETY: a unit reads the row of a query, if there is one at its place, and writes its own two numbers and some behind all rows; the
-    // buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads the row of the query at its place, if there is one, and writes its own two numbers and some of those after all rows. The buffers
+    // have the stated lengths (see `buffer`).
     unsafe {
         delta::delta::launch_unchecked(
             client,
@@ -125,7 +125,7 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
     Ok(stats)
 }
 
-/// Those of all positions in order, which the `simt` tier reads.
+/// Computes the stats of all positions in order, which the `simt` tier reads.
 ///
 /// # Errors
 /// As [`make`].

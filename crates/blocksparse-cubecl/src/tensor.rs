@@ -1,4 +1,4 @@
-//! What the tensor-core tiers share on the host.
+//! Host code that the tensor-core tiers share.
 
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -7,15 +7,15 @@ use super::call::{PartRequest, Request, TensorView};
 use super::error::KernelError;
 use crate::arch::ptx::Half;
 
-/// Why a tier does not take a part: kernels count the elements of what they write, or vectors of them, in 32 bits.
+/// Refusal reason: kernels count output elements, or vectors of them, in 32 bits.
 pub const TOO_LARGE: &str = "an output has more elements than its kernels count in 32 bits";
 
-/// Whether 32 bits count so many.
+/// Whether `count` fits 32 bits.
 pub fn is_u32(count: usize) -> bool {
     u32::try_from(count).is_ok()
 }
 
-/// What a part asks for that none of these tiers does, whatever the tile.
+/// Checks for options that no tensor-core tier supports, whatever the tile.
 pub fn check_options(request: &Request) -> Result<(), &'static str> {
     if request.store {
         return Err("weights are stored");
@@ -27,7 +27,7 @@ pub fn check_options(request: &Request) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// The half precision that a dtype is.
+/// Returns the half-precision type of a dtype.
 pub fn half_of(dtype: ElemType) -> Result<Half, &'static str> {
     match dtype {
         ElemType::Float(FloatKind::BF16) => Ok(Half::Bf16),
@@ -36,12 +36,12 @@ pub fn half_of(dtype: ElemType) -> Result<Half, &'static str> {
     }
 }
 
-/// Of tiles with what they cost the one that costs least.
+/// Returns the cheapest of tiles with costs.
 pub fn cheapest<T>(tiles: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
     tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))
 }
 
-/// Whether a part may run on tensor cores at all.
+/// Checks that the limit allows tensor cores.
 pub fn check_limit(part: &PartRequest) -> Result<(), &'static str> {
     match part.limit.is_simt() {
         true => Err("BLOCKSPARSE_TIER says simt"),
@@ -49,7 +49,7 @@ pub fn check_limit(part: &PartRequest) -> Result<(), &'static str> {
     }
 }
 
-/// Checks that rows begin at multiples of 16 bytes, of which a tensor has `multiple` elements, and are contiguous.
+/// Checks that rows are contiguous and begin at multiples of 16 bytes, which are `multiple` elements.
 pub fn check_rows(
     name: &'static str,
     tensor: &TensorView,
@@ -67,7 +67,7 @@ pub fn check_rows(
     }
 }
 
-/// Checks what a plan cannot know of a call's scores: that a table of distances can be indexed, which kernels do in signed 32 bits, and the scale.
+/// Checks what a plan does not know of a call's scores: the scale, and that the table of distances can be indexed in signed 32 bits.
 pub fn check_score(options: &ScoreOptions) -> Result<(), KernelError> {
     let what = "the numbers of a table of distances";
     KernelError::check(what, i32::MAX as u32, options.table_len())?;
@@ -77,7 +77,7 @@ pub fn check_score(options: &ScoreOptions) -> Result<(), KernelError> {
     }
 }
 
-/// Checks that the scale is positive, unless there is a softcap: the running maximum is of unscaled scores.
+/// Checks that the scale is positive, unless there is a softcap. The running maximum is of unscaled scores.
 pub fn check_scale(scale: f64, softcap: Option<f64>) -> Result<(), KernelError> {
     match softcap.is_some() || (scale > 0.0 && scale.is_finite()) {
         true => Ok(()),
@@ -87,7 +87,7 @@ pub fn check_scale(scale: f64, softcap: Option<f64>) -> Result<(), KernelError> 
     }
 }
 
-/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
+/// Returns two factors of products: the one applied in the exponent (base 2), and the one applied before a softcap or a bias.
 pub fn factors(options: &ScoreOptions) -> (f64, f64) {
     match options.biased() && options.softcap.is_none() {
         true => (std::f64::consts::LOG2_E, options.scale),
@@ -95,7 +95,7 @@ pub fn factors(options: &ScoreOptions) -> (f64, f64) {
     }
 }
 
-/// Factors of scores: to powers of two, and within the softcap's tanh.
+/// Returns two factors of products: the one applied in the exponent (base 2), and the one inside the softcap's tanh.
 pub fn scales(scale: f64, softcap: Option<f64>) -> (f64, f64) {
     let log2_e = std::f64::consts::LOG2_E;
     match softcap {

@@ -1,4 +1,4 @@
-//! Which tier takes what, on devices that are only described.
+//! Which tier takes which call, on described devices.
 
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -21,7 +21,7 @@ fn request(dim: usize, dtype: ElemType) -> Request {
     Request::new([2, 4], [dim, dim], dtype)
 }
 
-/// The lines of a plan as `forward: tier` or `forward: not tier, reason`, and likewise for the rest.
+/// Returns the lines of a plan as `forward: tier` or `forward: not tier, reason`, and so on.
 fn lines(plan: &AttentionPlan) -> Vec<String> {
     let text = plan.to_string();
     let line = |line: &str| {
@@ -40,13 +40,13 @@ fn lines(plan: &AttentionPlan) -> Vec<String> {
         }
     };
     let said = text.lines().skip(1);
-    // What the fused pass of the last tier lacks is a line of the mainloops: see `fused`.
+    // Why the fused pass of the simt tier cannot run is an extra line: see `fused`.
     said.filter(|line| !line.contains(" two mainloops: "))
         .map(line)
         .collect()
 }
 
-/// The line of a plan that begins so.
+/// Returns the line of a plan that begins with `begins`.
 #[cfg(feature = "cuda-asm")]
 fn line(plan: &AttentionPlan, begins: &str) -> String {
     let text = plan.to_string();
@@ -75,9 +75,9 @@ fn a_device_says_what_it_lacks() {
     }
     let wide = error(request(4096, F32));
     assert!(wide.contains("shared memory, got 4096 and 4096"), "{wide}");
-    // More than a grid has places for are launched in slices.
+    // More tiles, heads or batch entries than a grid holds are launched in slices.
     assert!(plan(Request::new([65536, 4], [64, 64], F32)).is_ok());
-    // With their buffer there are eight.
+    // With the buffer of the largest scores there are eight.
     let largest = request(64, F32).with_max_scores(true);
     assert!(plan(largest).is_ok());
     let alibi = ScoreKind {
@@ -86,7 +86,7 @@ fn a_device_says_what_it_lacks() {
     };
     let one_more = error(largest.with_score(alibi));
     assert!(one_more.contains("the buffers of a kernel"), "{one_more}");
-    // Ten buffers in the backward pass.
+    // The backward pass binds ten buffers.
     let biased = request(64, F32).with_score(ScoreKind {
         bias: true,
         ..ScoreKind::default()
@@ -99,7 +99,7 @@ fn a_device_says_what_it_lacks() {
     );
 }
 
-/// Where a gradient may lie that a launch does not read is known before it, so that it is copied and no backward pass fails for its strides.
+/// Whether launches can read a gradient in place is known before, so it is copied if not, and no backward pass fails because of its strides.
 #[test]
 fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
     let shape = [2, 4, 1024, 64];
@@ -107,11 +107,11 @@ fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
     let layout = Pattern::causal().layout(4, 1024, 128).unwrap();
     let far = |elements: usize| [elements, 1024 * 64, 64, 1];
     let plain = [
-        // A sum's gradient, of which some dimensions are one number.
+        // The gradient of a sum, which repeats one element along some dimensions.
         ([0, 0, 0, 1], 0, true),
         ([0, 0, 0, 0], 0, false),
         (contiguous, 0, true),
-        // Heads beside each other, and a number between them.
+        // Heads stored side by side within a row, and rows whose elements are not contiguous.
         ([1024 * 256, 64, 256, 1], 0, true),
         ([64, 1024 * 64, 1, 1024], 0, false),
     ];
@@ -121,7 +121,7 @@ fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
             let takes = plan.gradient().takes(shape, strides, start);
             assert_eq!(takes, taken, "{strides:?}, {start}, {plan}");
         }
-        // A copy is read, wherever it lies.
+        // A contiguous copy can always be read.
         assert!(plan.inputs().takes(shape, contiguous, 0));
         plan
     };
@@ -143,7 +143,7 @@ fn tensors_that_no_launch_reads_as_they_lie_are_known_before() {
         let in_eights = [(far(most), 0, true), (far(most + 8), 0, false)];
         let plan = check(&Fake::sm90(), BF16, TierLimit::None, &in_eights);
         assert!(lines(&plan).contains(&"backward: hopper".to_string()));
-        // TMA reads q, k and v over any distance, and so do two mainloops all tensors.
+        // TMA reads q, k and v at any distance, and two mainloops read all tensors so.
         assert!(plan.inputs().takes(shape, far(most + 8), 0));
         let mainloops = TierLimit::HopperUnfused;
         check(&Fake::sm90(), BF16, mainloops, &[(far(most + 8), 0, true)]);
@@ -180,12 +180,12 @@ mod tensor_cores {
     const NOT_90: &str = "the device is not of compute capability 9.0";
     const NOT_80: &str = "the device is not of compute capability 8.0 or up";
 
-    /// What does not run on a tier, in both passes.
+    /// Refusals of a tier in both passes.
     fn refused(tier: &str, reason: &str) -> [String; 2] {
         ["forward", "backward"].map(|pass| format!("{pass}: not {tier}, {reason}"))
     }
 
-    /// What runs where neither tier on tensor cores takes a call.
+    /// Lines of a plan for a call that both tensor-core tiers refuse.
     fn only_simt(hopper: &str, mma: &str) -> Vec<String> {
         let [h, m] = [refused("hopper", hopper), refused("mma", mma)];
         let refused = [0, 1]
@@ -227,7 +227,7 @@ mod tensor_cores {
         for dim in [40, 64, 72, 96, 104, 128] {
             check(&device, &dense, request(dim, BF16), &both);
         }
-        // What the fused pass would unite here two mainloops of lower tiles do not.
+        // Two mainloops of smaller tiles are faster here than the fused pass, whose tiles would join more blocks.
         let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         let wide = request(128, BF16);
         check(&device, &fixed(), wide, &mainloops);
@@ -264,7 +264,7 @@ mod tensor_cores {
                 assert!(runs.iter().all(|line| !line.ends_with("simt")), "{plan}");
             }
         }
-        // Rows of others do not begin at multiples of 16 bytes.
+        // At other widths, rows do not begin at multiples of 16 bytes.
         let [m1, _] = refused("mma", "head_dim or value_dim is no multiple of 8 up to 256");
         let odd = Fake::sm80().plan(&dense, request(68, BF16), TierLimit::None);
         assert!(lines(&odd.unwrap()).contains(&m1));
@@ -344,7 +344,7 @@ mod tensor_cores {
         }
     }
 
-    /// 64 queries in each class.
+    /// Each class has 64 queries.
     #[test]
     fn classes_of_unequal_lengths() {
         let strided = |n| Pattern::strided(16).layout(4, n, 16).unwrap();
@@ -361,17 +361,17 @@ mod tensor_cores {
         assert!(odd.contains(reason) && odd.contains(" mma "), "{odd}");
     }
 
-    /// A layout of one block row and column in all, so that large ones cost nothing to make.
+    /// A layout with a single block row and column in all, so that large sequences cost nothing to plan.
     fn local(heads: usize, seq: usize) -> BlockLayout {
         let shape = LayoutShape::square(heads, seq, 128);
         BlockLayout::new(&Pattern::local(128), shape).unwrap()
     }
 
-    /// The sums of dQ are read as pairs by a 32-bit index: of 2³³ numbers the fused pass would read wrong ones.
+    /// The sums of dQ are read as pairs with a 32-bit index. With 2³³ elements the fused pass would read wrong ones.
     #[test]
     fn sums_of_dq_that_32_bits_do_not_count() {
         let device = Fake::sm90();
-        // 64 heads × 2²⁰ queries × width 64 = 2³² numbers of a batch entry.
+        // 64 heads × 2²⁰ queries × width 64 = 2³² elements per batch entry.
         let layout = local(64, 1 << 20);
         let grouped = |batch, dim| Request::new([batch, 8], [dim, dim], BF16);
         let fits = ["forward: hopper", "backward: hopper"];
@@ -379,7 +379,7 @@ mod tensor_cores {
         let mainloops = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
         check(&device, &layout, grouped(2, 64), &mainloops);
         check(&device, &layout, grouped(2, 96), &mainloops);
-        // Eights of elements of the output, and on the mma tier its words.
+        // The hopper tier counts the output in groups of eight elements, the mma tier in words.
         check(
             &device,
             &layout,
@@ -388,10 +388,10 @@ mod tensor_cores {
         );
     }
 
-    /// Inputs have to be aligned for whatever reads them.
+    /// Inputs must be aligned for every kernel that reads them.
     #[test]
     fn alignment_is_of_all_kernels() {
-        // Where the backward pass has a tile of 16 columns, and the forward pass none.
+        // The backward pass has a tile of 16 columns that fits, and the forward pass none.
         let request = Request::new([2, 4], [256, 256], BF16);
         let mixed = (20_000..100_000).step_by(1_000).find_map(|shared| {
             let mut device = Fake::sm80();

@@ -1,7 +1,7 @@
-//! The tiers as values: which there are, in what order they are asked, and what each launches.
+//! The tiers as values: their order, and what each launches.
 //!
-//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of `ORDER`. The first that takes a part of a layout
-//! gets it; the others say why not. `simt` takes everything, so it comes last.
+//! A tier is a folder, a variant of [`ForwardTile`] and [`BackwardTile`], and a row of `ORDER`. The first tier that accepts a part of a layout gets it; the
+//! others say why not. `simt` accepts everything, so it comes last.
 
 use cubecl::server::Handle;
 
@@ -14,33 +14,32 @@ use super::{simt, stats};
 use blocksparse::ProductPrecision;
 use blocksparse::plan::{Mainloop, Tiling};
 
-/// Why a tier does not take a part.
+/// Why a tier refuses a part.
 type Reason = &'static str;
 
-/// What was chosen, and the tiers before it with what they said.
+/// The chosen tile, and the refusals of the tiers before it.
 #[derive(Clone, Debug)]
 pub struct Choice<T> {
-    /// What runs.
+    /// The chosen tile.
     pub tile: T,
-    /// Names of tiers, and their reasons.
+    /// Names of refusing tiers, with their reasons.
     pub refused: Vec<(&'static str, Reason)>,
 }
 
-/// A tier.
 struct Tier {
     name: &'static str,
     forward: fn(&Asked) -> Result<ForwardTile, Reason>,
     backward: fn(&Asked, &Choice<ForwardTile>) -> Result<BackwardTile, Reason>,
 }
 
-/// What a tier is asked for.
+/// The request to a tier.
 struct Asked<'a> {
     part: &'a PartRequest<'a>,
-    /// The tiles of the `simt` tier, which were chosen before.
+    /// Tiles of the `simt` tier, chosen beforehand.
     simt: [simt::Tile; 3],
 }
 
-/// The tiers, the fastest first.
+/// The tiers, fastest first.
 const ORDER: &[Tier] = &[
     Tier {
         name: FP8,
@@ -71,10 +70,10 @@ const ORDER: &[Tier] = &[
 ];
 
 const HOPPER: &str = "hopper";
-/// The same with products in E4M3: of forward passes that ask for it.
+/// The hopper tier with products in E4M3, for forward passes that ask for it.
 const FP8: &str = "fp8";
 
-/// What this tier's forward pass does not take, its backward pass does not either.
+/// The hopper tier's backward pass refuses whatever its forward pass refuses.
 fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
     let ForwardTile::Hopper(mut tile) = forward.tile else {
         let said = forward.refused.iter().find(|(tier, _)| *tier == HOPPER);
@@ -90,7 +89,7 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
     hopper::choose_backward(asked.part, tile).map(BackwardTile::Hopper)
 }
 
-/// What runs the two passes over a part, whose `simt` tiles are given.
+/// Chooses the tiers of the two passes over a part. `simt` are the tiles of the `simt` tier.
 pub fn choose(
     part: &PartRequest,
     simt: [simt::Tile; 3],
@@ -102,7 +101,7 @@ pub fn choose(
     (forward, backward)
 }
 
-/// The first tier that gives a tile.
+/// Returns the tile of the first tier that accepts.
 fn first<T>(fp8: bool, ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
     let mut refused = Vec::new();
     for tier in ORDER.iter().filter(|tier| fp8 || tier.name != FP8) {
@@ -114,7 +113,7 @@ fn first<T>(fp8: bool, ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
     unreachable!("the simt tier takes everything");
 }
 
-/// What runs the forward pass over a part.
+/// Tier and tile of a part's forward pass.
 #[derive(Clone, Copy, Debug)]
 pub enum ForwardTile {
     /// wgmma and TMA.
@@ -126,12 +125,12 @@ pub enum ForwardTile {
 }
 
 impl ForwardTile {
-    /// Whether it runs on tensor cores.
+    /// Whether the tile runs on tensor cores.
     pub fn is_tensor(&self) -> bool {
         !matches!(self, Self::Simt(_))
     }
 
-    /// How the plan of its launch is cut.
+    /// Returns the tiling of the launch plan.
     pub fn tiling(&self) -> Tiling {
         match self {
             Self::Hopper(tile) => tile.tiling,
@@ -140,7 +139,7 @@ impl ForwardTile {
         }
     }
 
-    /// The lines of a plan, with sums of `accumulator` bytes: what they are about, and the tile.
+    /// Returns the printed lines of a plan, as name and description. `accumulator` is the size of an accumulator element in bytes.
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         let tile = match self {
             Self::Hopper(tile) => tile.to_string(),
@@ -163,31 +162,31 @@ impl ForwardTile {
     }
 }
 
-/// What runs the backward pass over a part.
+/// Tier and tile of a part's backward pass.
 #[derive(Clone, Copy, Debug)]
 pub enum BackwardTile {
     /// wgmma and TMA.
     Hopper(hopper::Backward),
-    /// mma.sync, two mainloops.
+    /// mma.sync, with two mainloops.
     Mma([mma::Tile; 2]),
-    /// Scalar multiply-adds, all gradients in one loop over columns.
+    /// Scalar multiply-adds, with all gradients in one loop over columns.
     SimtFused(simt::fused::Fused),
-    /// Scalar multiply-adds, two mainloops, and why.
+    /// Scalar multiply-adds with two mainloops, and why the fused pass cannot run.
     Simt([simt::Tile; 2], Reason),
 }
 
-/// What makes the gradient of a given bias: a launch beside those of the other gradients.
+/// Tier and tiles of the gradient of a bias tensor, which has a launch of its own.
 #[derive(Clone, Copy, Debug)]
 pub enum BiasTile {
-    /// wgmma and TMA; what these do not take, as `Mma`.
+    /// wgmma and TMA, with the `mma` tiles for what these do not support.
     Hopper(hopper::BiasTiles, [mma::Tile; 2]),
-    /// mma.sync, one of two mainloops.
+    /// mma.sync, with one of two mainloops.
     Mma([mma::Tile; 2]),
-    /// Scalar multiply-adds, one of two mainloops.
+    /// Scalar multiply-adds, with one of two mainloops.
     Simt([simt::Tile; 2]),
 }
 
-/// What makes the gradient of a given bias over a part, whose `simt` tiles are given, and what runs its forward pass.
+/// Chooses the tier of a part's bias gradient, given the choice of its forward pass and its `simt` tiles.
 pub fn choose_bias(
     part: &PartRequest,
     forward: &Choice<ForwardTile>,
@@ -196,7 +195,7 @@ pub fn choose_bias(
     let mut refused = Vec::new();
     let tile = match (mma::choose_bias_gradient(part), forward.tile) {
         (Err(_), _) => BiasTile::Simt([rows, columns]),
-        // What this tier's forward pass does not take has said so.
+        // If the forward pass is not on the hopper tier, its refusal is already recorded.
         (Ok(tiles), ForwardTile::Hopper(forward)) if part.request.score.bias => {
             match hopper::choose_bias(part, forward) {
                 Ok(own) => BiasTile::Hopper(own, tiles),
@@ -212,12 +211,12 @@ pub fn choose_bias(
 }
 
 impl BiasTile {
-    /// Whether it runs on tensor cores.
+    /// Whether the tile runs on tensor cores.
     pub fn is_tensor(&self) -> bool {
         !matches!(self, Self::Simt(_))
     }
 
-    /// As [`BackwardTile::tiling`].
+    /// Like [`BackwardTile::tiling`].
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
         let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
@@ -229,7 +228,7 @@ impl BiasTile {
         }
     }
 
-    /// As [`ForwardTile::lines`]: a loop over rows, or over columns where queries share a row of the bias.
+    /// Like [`ForwardTile::lines`]: a loop over rows, and a loop over columns for queries that share a row of the bias.
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         mainloop_lines(["dbias", "or dbias"], |index, kernel| match self {
             Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
@@ -245,7 +244,7 @@ impl BiasTile {
         })
     }
 
-    /// Adds a part's gradient of the bias.
+    /// Adds a part's gradient of the bias to `out`.
     ///
     /// # Errors
     /// As [`ForwardTile::launch`].
@@ -266,7 +265,7 @@ impl BiasTile {
             Self::Hopper(_, tiles) | Self::Mma(tiles) => {
                 mma::launch_bias_gradient(pass, part, tiles, bias, out)
             }
-            // The pass says where it goes.
+            // `pass` holds the output buffer.
             Self::Simt(tiles) => {
                 let stats = known.plain(pass)?;
                 simt::launch::launch_bias_gradient(pass, part, tiles, &stats, bias)
@@ -275,7 +274,7 @@ impl BiasTile {
     }
 }
 
-/// What is known of the queries while the parts of a pass are launched.
+/// Stats that the parts of a pass share.
 #[derive(Default)]
 pub struct KnownStats {
     plain: Option<Handle>,
@@ -283,7 +282,7 @@ pub struct KnownStats {
 }
 
 impl KnownStats {
-    /// Those of all positions in order, made where they are first needed.
+    /// Returns the stats of all positions in order, computed at first use.
     ///
     /// # Errors
     /// As [`stats::make`].
@@ -296,7 +295,7 @@ impl KnownStats {
     }
 }
 
-/// A line for each of two mainloops, by the names of what they make.
+/// Returns a line for each of two mainloops, named by its outputs.
 fn mainloop_lines(
     names: [&'static str; 2],
     describe: impl Fn(usize, Kernel) -> String,
@@ -307,12 +306,12 @@ fn mainloop_lines(
 }
 
 impl BackwardTile {
-    /// Whether it runs on tensor cores.
+    /// Whether the tile runs on tensor cores.
     pub fn is_tensor(&self) -> bool {
         !matches!(self, Self::SimtFused(_) | Self::Simt(..))
     }
 
-    /// How the plan of a mainloop's launch is cut.
+    /// Returns the tiling of a mainloop's launch plan.
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
@@ -324,7 +323,7 @@ impl BackwardTile {
         }
     }
 
-    /// Elements that the output's gradient may reach over, at most.
+    /// Largest number of elements that the output's gradient may span.
     pub fn most_reach(&self) -> usize {
         match self {
             Self::Hopper(Fused(_)) => hopper::MOST_REACH,
@@ -332,7 +331,7 @@ impl BackwardTile {
         }
     }
 
-    /// As [`ForwardTile::lines`].
+    /// Like [`ForwardTile::lines`].
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         let mainloops =
             |describe: &dyn Fn(usize, Kernel) -> String| mainloop_lines(["dQ", "dK, dV"], describe);

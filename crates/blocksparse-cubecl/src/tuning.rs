@@ -1,15 +1,15 @@
-//! What environment variables say of how kernels are chosen: read once in a process, for measuring and comparing.
+//! Environment variables that control the choice of kernels, for measuring and comparing. Read once per process.
 
 use std::ffi::OsString;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// What names begin with.
+/// Prefix of the variables.
 const PREFIX: &str = "BLOCKSPARSE_";
-/// What two of them began with once: a process that still sets those is told.
+/// Former prefix of two variables. A process that still sets them gets an error.
 const FORMER_PREFIX: &str = "BURN_BLOCKSPARSE_";
 
-/// How kernels are chosen where a program does not say: an environment variable a field. An empty variable is as good as none.
+/// Settings for the choice of kernels, with a field per environment variable. An empty variable counts as unset.
 ///
 /// ```
 /// use blocksparse_cubecl::{TierLimit, Tuning};
@@ -23,26 +23,26 @@ const FORMER_PREFIX: &str = "BURN_BLOCKSPARSE_";
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tuning {
-    /// `BLOCKSPARSE_TIER`: tiers that are left out.
+    /// `BLOCKSPARSE_TIER`: tiers to leave out.
     pub tier: TierLimit,
-    /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
+    /// `BLOCKSPARSE_COARSE`: coarse steps, never or wherever possible. `None` means where they should be faster.
     pub coarse: Option<bool>,
-    /// `BLOCKSPARSE_SIMT_TILE`: rows, columns and rows of a unit of the `simt` tier's tile.
+    /// `BLOCKSPARSE_SIMT_TILE`: rows, columns and rows per unit of the `simt` tier's tile.
     pub simt_tile: Option<[usize; 3]>,
-    /// `BLOCKSPARSE_SIMT_SUMS`: MiB that the sums of dQ of that tier's fused backward pass may take.
+    /// `BLOCKSPARSE_SIMT_SUMS`: MiB limit for the sums of dQ in the `simt` tier's fused backward pass.
     pub simt_sums: usize,
-    /// `BLOCKSPARSE_MMA_TILE`: of the `mma` tier's forward pass, dQ, and dK with dV, each: warps, 16-row tiles of a warp, columns of a step, stages.
+    /// `BLOCKSPARSE_MMA_TILE`: warps, 16-row tiles per warp, columns per step and stages of the `mma` tier's forward pass, dQ, and dK with dV.
     pub mma_tile: [Option<[usize; 4]>; 3],
-    /// `BLOCKSPARSE_LISTED`: the way of lists of queries.
+    /// `BLOCKSPARSE_LISTED`: how queries attend to their lists.
     pub listed: Option<ListedWay>,
-    /// `BLOCKSPARSE_RECORDS`: MiB of records of pairs at a time.
+    /// `BLOCKSPARSE_RECORDS`: MiB of pair records at a time.
     pub records: usize,
-    /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences: 3 to 6% faster, and in an order that the hardware
-    /// keeps and PTX's memory model does not promise.
+    /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences. That is 3 to 6% faster, but PTX's memory
+    /// model does not guarantee the order that the hardware keeps.
     pub unfenced: bool,
-    /// `BLOCKSPARSE_REFERENCE`: whether the reference runs in place of the kernels.
+    /// `BLOCKSPARSE_REFERENCE`: whether the reference implementation replaces the kernels.
     pub reference: bool,
-    /// `BLOCKSPARSE_POISON`: whether outputs are NaN before every launch, so that an element that nobody wrote cannot pass for a result.
+    /// `BLOCKSPARSE_POISON`: whether outputs are filled with NaN before every launch, so that an unwritten element cannot pass for a result.
     pub poison: bool,
 }
 
@@ -67,42 +67,42 @@ impl Default for Tuning {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ListedWay {
-    /// Each query attends to its own list.
+    /// Each query reads its own list.
     Queries,
-    /// Neighbouring queries attend to the union of theirs.
+    /// Neighbouring queries share the union of their lists.
     Neighbours,
-    /// Blocks meet the queries that list them, forward.
+    /// In the forward pass, blocks loop over the queries that list them.
     Blocks,
-    /// Tiles compute all pairs.
+    /// Tiles compute all pairs and mask.
     Tiles,
 }
 
-/// A variable that says what it may not.
+/// An invalid environment variable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TuningError {
-    /// A value that is none of the variable's.
+    /// Invalid value.
     #[error("{variable} must be {expected}, got {got:?}")]
     Value {
-        /// The variable's name.
+        /// Name of the variable.
         variable: &'static str,
-        /// What it may be.
+        /// Valid values.
         expected: &'static str,
-        /// What came.
+        /// The given value.
         got: String,
     },
-    /// A name that is none of the variables'.
+    /// Unknown name with a prefix of the variables.
     #[error(
         "an environment variable that begins with BLOCKSPARSE_ or BURN_BLOCKSPARSE_ must be one of {}, got {got}",
         names().join(", ")
     )]
     Name {
-        /// What came.
+        /// The given name.
         got: String,
     },
 }
 
-/// What a variable is called, what it may be, and where its value goes. `None`: it is none.
+/// Name, valid values and parser of a variable. The parser returns `None` for an invalid value.
 struct Variable {
     name: &'static str,
     expected: &'static str,
@@ -114,7 +114,6 @@ const MIB: &str = "a whole number of MiB";
 
 macro_rules! variables {
     ($($name:expr, $expected:expr => $field:ident: $read:expr;)+) => {
-        /// By name.
         const VARIABLES: &[Variable] = &[$(Variable {
             name: $name,
             expected: $expected,
@@ -172,7 +171,7 @@ fn listed_way(text: &str) -> Option<ListedWay> {
     }
 }
 
-/// As many numbers with an x between, each at least 1.
+/// Parses `N` numbers joined by x, each at least 1.
 fn shape<const N: usize>(text: &str) -> Option<[usize; N]> {
     let numbers = text
         .split('x')
@@ -181,7 +180,7 @@ fn shape<const N: usize>(text: &str) -> Option<[usize; N]> {
     numbers?.try_into().ok()
 }
 
-/// Of as many shapes with commas between the first ones, at least one.
+/// Parses 1 to `M` shapes joined by commas. Missing ones stay `None`.
 fn shapes<const N: usize, const M: usize>(text: &str) -> Option<[Option<[usize; N]>; M]> {
     let mut all = [None; M];
     for (index, text) in text.split(',').enumerate() {
@@ -191,10 +190,10 @@ fn shapes<const N: usize, const M: usize>(text: &str) -> Option<[Option<[usize; 
 }
 
 impl Tuning {
-    /// Of names and values, of which those of other programs are left alone.
+    /// Parses names and values. Names without one of the prefixes are ignored.
     ///
     /// # Errors
-    /// [`TuningError`] for the first that is none of the variables, or whose value is none of its.
+    /// [`TuningError`] for the first unknown name or invalid value.
     pub fn parse<N, V>(variables: impl IntoIterator<Item = (N, V)>) -> Result<Self, TuningError>
     where
         N: Into<OsString>,
@@ -223,7 +222,7 @@ impl Tuning {
         Ok(tuning)
     }
 
-    /// Of the process's environment, which is read at the first call.
+    /// Returns the settings of the process's environment, which is read at the first call.
     ///
     /// # Errors
     /// As [`parse`](Self::parse), at every call.
@@ -231,13 +230,13 @@ impl Tuning {
         process().as_ref().map_err(|(error, _)| error.clone())
     }
 
-    /// As [`of_process`](Self::of_process), as reasons that plans print.
+    /// Like [`of_process`](Self::of_process), with errors as refusal reasons for plans.
     pub fn or_reason() -> Result<&'static Self, &'static str> {
         process().as_ref().map_err(|(_, reason)| reason.as_str())
     }
 
-    /// As [`of_process`](Self::of_process), and what it is by default where the environment is wrong. For what has no error to return: whoever serves a device
-    /// has asked [`of_process`](Self::of_process) before anything is chosen for it.
+    /// Like [`of_process`](Self::of_process), but returns the default if the environment is invalid. For callers that cannot return an error: the code that
+    /// sets up a device has called [`of_process`](Self::of_process) before anything is chosen for it.
     pub fn or_default() -> &'static Self {
         static DEFAULT: OnceLock<Tuning> = OnceLock::new();
         match process() {
@@ -247,7 +246,7 @@ impl Tuning {
     }
 }
 
-/// What the environment said, or what is wrong with it, and that as text.
+/// Returns the settings of the environment, or the error with its text.
 fn process() -> &'static Result<Tuning, (TuningError, String)> {
     static PROCESS: OnceLock<Result<Tuning, (TuningError, String)>> = OnceLock::new();
     PROCESS.get_or_init(|| {
@@ -262,29 +261,29 @@ fn process() -> &'static Result<Tuning, (TuningError, String)> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TierLimit {
-    /// None.
+    /// Leaves out none.
     #[default]
     None,
-    /// All on tensor cores.
+    /// Leaves out all tensor-core tiers.
     Simt,
-    /// All on tensor cores, and the fused backward pass of the `simt` tier.
+    /// Leaves out all tensor-core tiers, and the fused backward pass of the `simt` tier.
     SimtUnfused,
-    /// All on tensor cores, and the two mainloops of the `simt` tier wherever its fused backward pass can run.
+    /// Leaves out all tensor-core tiers, and the two mainloops of the `simt` tier wherever its fused backward pass can run.
     SimtFused,
-    /// The `hopper` tier.
+    /// Leaves out the `hopper` tier.
     Mma,
-    /// The backward pass of the `hopper` tier.
+    /// Leaves out the backward pass of the `hopper` tier.
     HopperForward,
-    /// The fused backward pass of the `hopper` tier.
+    /// Leaves out the fused backward pass of the `hopper` tier.
     HopperUnfused,
-    /// The sharing of a tile's queries by cubes in that pass, and of a tile's steps in its two mainloops.
+    /// Leaves out the sharing of a tile's queries by several cubes in the fused pass, and of a tile's steps in the two mainloops.
     HopperAlone,
-    /// The gradient of a bias on the `hopper` tier.
+    /// Leaves out the bias gradient on the `hopper` tier.
     MmaBias,
 }
 
 impl TierLimit {
-    /// Whether all tiers on tensor cores are left out.
+    /// Whether all tensor-core tiers are left out.
     pub fn is_simt(self) -> bool {
         matches!(self, Self::Simt | Self::SimtUnfused | Self::SimtFused)
     }
@@ -323,7 +322,7 @@ mod tests {
         Tuning::parse([(name, value)])
     }
 
-    /// A wrong value of each variable, and what is said of it.
+    /// Invalid values of each variable, and the expected message.
     const WRONG: [(&str, &str, &str); 15] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
@@ -353,7 +352,7 @@ mod tests {
             );
             assert!(error.ends_with(&format!("got {value:?}")), "{error}");
         }
-        // None is left out above.
+        // `WRONG` covers every variable.
         for name in names() {
             let wrong = WRONG
                 .iter()

@@ -1,4 +1,4 @@
-//! What lies on devices.
+//! Plans and slopes on devices.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,23 +19,23 @@ pub struct DevicePlan {
     pub len: usize,
     pub sections: Sections,
     pub tiles: usize,
-    /// The first tiles in launch order that add to sums of their own.
+    /// Number of first tiles in launch order that add to separate sums.
     pub apart: usize,
-    /// See [`TilePlan::between`](blocksparse::plan::TilePlan::between); 0 where blocks are chosen on the device.
+    /// See [`TilePlan::between`](blocksparse::plan::TilePlan::between). 0 if blocks are chosen on the device.
     pub between: usize,
     /// See [`TilePlan::complete`](blocksparse::plan::TilePlan::complete).
     pub complete: bool,
-    /// Steps of each pattern's tiles, one tile after the other; empty where blocks are chosen on the device.
+    /// Steps of each pattern's tiles, tile by tile. Empty if blocks are chosen on the device.
     pub steps: Vec<usize>,
 }
 
-/// Slopes, and where they are.
+/// Slopes and their buffer.
 type Known = (Arc<[f64]>, Handle);
 
 #[derive(Default)]
 struct DeviceSlopes(Mutex<HashMap<(DeviceKey, ElemType), Known>>);
 
-/// ALiBi slopes in the type of sums, `[heads]`. They seldom change between calls: uploaded again only if they do.
+/// Returns ALiBi slopes `[heads]` in the accumulator type. They seldom change between calls, and are uploaded only if they do.
 ///
 /// # Errors
 /// [`KernelError::Recording`] if they would be uploaded inside a recording.

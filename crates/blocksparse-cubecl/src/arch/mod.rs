@@ -1,7 +1,7 @@
-//! What kernels say to a device in its own language: PTX, and planes of 32 units.
+//! Device-specific code: PTX and planes of 32 units.
 
-/// Functions of one text of PTX each. In it `{o}` is the result, and other names are arguments, of which those behind `;` are known when a kernel is
-/// compiled. A text `with` another has that as `{body}`, made of them and of the numbers of elements of vectors.
+/// Defines functions of one PTX text each. In the text, `{o}` is the result and other names are arguments; those after `;` are known when the kernel is
+/// compiled. A text `with` an expression inserts that as `{body}`, built from those arguments and the numbers of elements of vectors.
 macro_rules! instructions {
     () => {};
     (
@@ -78,5 +78,5 @@ pub mod planes;
 
 use cubecl::prelude::*;
 
-/// Four numbers: the width of shared memory accesses.
+/// Vector width of shared memory accesses.
 pub type Four = Const<4>;

@@ -1,16 +1,17 @@
-//! What the 32 units of a plane do together.
+//! Collective operations of the 32 units of a plane.
 //!
-//! CubeCL asks in each operation which units are there, and those then wait for each other. PTX is told that all are, and adds up in one instruction.
+//! CubeCL's operations first find out which units are active, and those then wait for each other. The PTX versions assume that all are active and reduce in
+//! one instruction.
 
 use cubecl::prelude::*;
 
 use crate::arch::ptx::{ballot, highest_across, lowest_across, shuffle_xor, total_across};
 use crate::call::check_ampere;
 
-/// Units of a plane.
+/// Units per plane.
 pub const LANES: usize = 32;
 
-/// Whether a device has planes of 32 units, and no others.
+/// Whether all planes of a device have 32 units.
 pub fn are_there(properties: &DeviceProperties) -> bool {
     use cubecl::ir::features::Plane;
 
@@ -20,12 +21,12 @@ pub fn are_there(properties: &DeviceProperties) -> bool {
         && hardware.plane_size_max == LANES as u32
 }
 
-/// Whether its kernels may have what PTX has.
+/// Whether kernels on the device may use PTX.
 pub fn have_ptx(properties: &DeviceProperties) -> bool {
     check_ampere(properties).is_ok()
 }
 
-/// The units for which it is so, as bits.
+/// Returns the units whose `is_so` is true, one bit each.
 #[cube]
 pub fn votes(is_so: bool, #[comptime] ptx: bool) -> u32 {
     match comptime!(ptx) {
@@ -34,7 +35,7 @@ pub fn votes(is_so: bool, #[comptime] ptx: bool) -> u32 {
     }
 }
 
-/// The sum of whole numbers, in all units.
+/// Returns the sum over the plane's units, in all units.
 #[cube]
 pub fn total(x: u32, #[comptime] ptx: bool) -> u32 {
     let mut result = x;
@@ -49,7 +50,7 @@ pub fn total(x: u32, #[comptime] ptx: bool) -> u32 {
     result
 }
 
-/// The highest of whole numbers, in all units.
+/// Returns the maximum over the plane's units, in all units.
 #[cube]
 pub fn highest(x: u32, #[comptime] ptx: bool) -> u32 {
     let mut result = x;
@@ -64,7 +65,7 @@ pub fn highest(x: u32, #[comptime] ptx: bool) -> u32 {
     result
 }
 
-/// The lowest of whole numbers, in all units.
+/// Returns the minimum over the plane's units, in all units.
 #[cube]
 pub fn lowest(x: u32, #[comptime] ptx: bool) -> u32 {
     let mut result = x;
@@ -79,7 +80,7 @@ pub fn lowest(x: u32, #[comptime] ptx: bool) -> u32 {
     result
 }
 
-/// The number of the unit whose place differs in the bits of `mask`.
+/// Returns `x` of the unit whose index differs in the bits of `mask`.
 #[cube]
 pub fn traded(x: f32, #[comptime] mask: u32, #[comptime] ptx: bool) -> f32 {
     match comptime!(ptx) {

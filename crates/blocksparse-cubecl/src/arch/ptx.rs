@@ -1,18 +1,18 @@
-//! PTX that the tensor-core tiers share: warps, shared memory at addresses, fast math.
+//! PTX that the tensor-core tiers share: warp operations, shared memory by address, fast math.
 //!
-//! `$i` in a text is operand `i`, the output first. Every operand has to occur in its text, if only in a PTX comment.
+//! `$i` in a text is operand `i`, the output first. Every operand must occur in its text, if only in a PTX comment.
 
 use std::fmt;
 
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
-/// The type of the tensors.
+/// Half-precision element type of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Half {
-    /// 8 bits of exponent.
+    /// 8 exponent bits.
     Bf16,
-    /// 5 bits of exponent.
+    /// 5 exponent bits.
     F16,
 }
 
@@ -26,7 +26,7 @@ impl Half {
         }
     }
 
-    /// Its name in PTX.
+    /// Returns its name in PTX.
     pub fn ptx(self) -> &'static str {
         match self {
             Half::Bf16 => "bf16",
@@ -41,42 +41,41 @@ impl fmt::Display for Half {
     }
 }
 
-/// Reads a variable. An asm gets a mutable variable as a pointer.
+/// Reads a variable, because inline asm gets a mutable variable as a pointer.
 #[cube]
 pub fn val<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| { x.read_value(scope).into() })
 }
 
 instructions! {
-    /// A number that is the same in all units of a warp, told to the compiler.
+    /// Tells the compiler that `x` is the same in all units of a warp.
     pub fn uniform(x: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, 0, 31, 0xffffffff;", options(nomem);
 
-    /// This unit's place in the cube, read anew.
+    /// Returns this unit's index in the cube, read from `%tid.x` again instead of kept in a register.
     pub fn unit() -> u32 = "mov.u32 {o}, %%tid.x;", options(nomem);
 }
 
-/// The address of a cube's shared memory.
+/// Returns the address of a cube's shared memory.
 #[cube]
 pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
-    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets below the length
-    // that the tile asks for.
+    // SAFETY: the pointer is only converted to an address. PTX reads and writes there, at offsets below the length that the tile allocates.
     generic_to_shared::<u32>(unsafe { memory.as_ptr_unchecked() })
 }
 
 instructions! {
     pub fn shared_store(address: u32, x: u32) = "st.shared.u32 [{address}], {x};";
 
-    /// Two numbers, at a multiple of eight bytes.
+    /// Stores two numbers at an address that is a multiple of 8 bytes.
     pub fn shared_store_two(address: u32, first: f32, second: f32) = "st.shared.v2.f32 [{address}], {{{first}, {second}}};";
 
-    /// Adds one to a number in shared memory that other units add to, too.
+    /// Atomically increments a counter in shared memory.
     pub fn shared_count(address: u32) = "red.shared.add.u32 [{address}], 1;";
 
     pub fn shared_load(address: u32) -> u32 = "ld.shared.u32 {o}, [{address}];";
 
     pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> = "ld.shared.v4.f32 {o}, [{address}];";
 
-    /// Four words, at a multiple of 16 bytes.
+    /// Loads four words at an address that is a multiple of 16 bytes.
     pub fn shared_load_words(address: u32) -> Vector<u32, Const<4>> = "ld.shared.v4.u32 {o}, [{address}];";
 
     /// Whether `x` differs from `y` in any unit of the warp.
@@ -86,7 +85,7 @@ instructions! {
     pub fn shuffle_xor(x: f32; mask: u32) -> f32 = "shfl.sync.bfly.b32 {o}, {x}, {mask}, 31, 0xffffffff;", options(nomem);
 }
 
-/// The units of the warp for which it is so, as bits.
+/// Returns the units of the warp whose `is_so` is true, one bit each.
 #[cube]
 pub fn ballot(is_so: bool) -> u32 {
     let x = select(is_so, 1u32, 0u32);
@@ -97,26 +96,26 @@ pub fn ballot(is_so: bool) -> u32 {
 }
 
 instructions! {
-    /// The sum over the units of the warp.
+    /// Returns the sum over the warp.
     pub fn total_across(x: u32) -> u32 = "redux.sync.add.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-    /// The highest number of the units of the warp.
+    /// Returns the maximum over the warp.
     pub fn highest_across(x: u32) -> u32 = "redux.sync.max.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-    /// The lowest number of the units of the warp.
+    /// Returns the minimum over the warp.
     pub fn lowest_across(x: u32) -> u32 = "redux.sync.min.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-    /// Whether `x` is not 0 in any unit of the warp.
+    /// Whether `x` is nonzero in any unit of the warp.
     pub fn above_any(x: u32) -> u32 =
         "{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}", options(nomem);
 }
 
 instructions! {
-    /// Bytes of two words, by the numbers of a selector's digits.
+    /// Selects bytes of two words by the digits of `selector`.
     fn chosen_bytes(low: u32, high: u32; selector: u32) -> u32 = "prmt.b32 {o}, {low}, {high}, {selector};", options(pure, nomem);
 }
 
-/// The lower halves of two words, `low`'s in the lower half, or the higher ones.
+/// Joins the lower halves of two words, `low`'s in the lower half, or the upper halves.
 #[cube]
 pub fn merge_words(low: u32, high: u32, #[comptime] upper: bool) -> u32 {
     chosen_bytes(
@@ -126,7 +125,7 @@ pub fn merge_words(low: u32, high: u32, #[comptime] upper: bool) -> u32 {
     )
 }
 
-/// The even bytes of two words, `low`'s first, or the odd ones.
+/// Joins the even bytes of two words, `low`'s first, or the odd bytes.
 #[cube]
 pub fn bytes_of(low: u32, high: u32, #[comptime] odd: bool) -> u32 {
     chosen_bytes(
@@ -137,32 +136,32 @@ pub fn bytes_of(low: u32, high: u32, #[comptime] odd: bool) -> u32 {
 }
 
 instructions! {
-    /// A word turned to the left.
+    /// Rotates a word to the left.
     pub fn rotate(x: u32, by: u32) -> u32 = "shf.l.wrap.b32 {o}, {x}, {x}, {by};", options(pure, nomem);
 
-    /// The number of a lane.
+    /// Returns `x` of a lane.
     pub fn shuffle(x: f32, lane: u32) -> f32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
 
-    /// A lane's word.
+    /// Returns a lane's word.
     pub fn shuffle_word(x: u32, lane: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
 
-    /// The other lane's number.
+    /// Returns `x` of the lane whose index differs in the bits of `mask`.
     pub fn trade(x: u32; mask: u32) -> u32 = "shfl.sync.bfly.b32 {o}, {x}, {mask}, 31, 0xffffffff;", options(nomem);
 
     pub fn log2(x: f32) -> f32 = "lg2.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
-    /// `2^x`.
+    /// Returns `2^x`.
     pub fn exp2(x: f32) -> f32 = "ex2.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
     pub fn reciprocal(x: f32) -> f32 = "rcp.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
     pub fn larger(a: f32, b: f32) -> f32 = "max.f32 {o}, {a}, {b};", options(pure, nomem);
 
-    /// `a · b + c`.
+    /// Returns `a · b + c`.
     pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 = "fma.rn.ftz.f32 {o}, {a}, {b}, {c};", options(pure, nomem);
 }
 
-/// Two numbers in half precision, `low` in the lower half.
+/// Packs two numbers in half precision, `low` in the lower half.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let o: u32;
@@ -171,27 +170,27 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     o
 }
 
-/// Element `at` of a vector and the one behind it in half precision.
+/// Packs elements `at` and `at + 1` of a vector in half precision.
 #[cube]
 pub fn pack_at<S: Size>(x: &Vector<f32, S>, #[comptime] at: usize, #[comptime] half: Half) -> u32 {
     pack(x.extract(at), x.extract(comptime!(at + 1)), half)
 }
 
 instructions! {
-    /// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as `encode` rounds them.
+    /// Packs four numbers of at most 448 in E4M3, the first in the lowest byte. Rounds as `encode` does.
     pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 =
         "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}", options(pure, nomem);
 
-    /// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
+    /// Computes `a · b + c` of pairs in half precision, without flushing subnormal numbers.
     pub fn multiply_add_pair(a: u32, b: u32, c: u32; half: Half) -> u32 = "fma.rn.{half}x2 {o}, {a}, {b}, {c};", options(pure, nomem);
 
-    /// The product of two words: its lower and its higher word.
+    /// Returns the 64-bit product of two words as lower and upper word.
     pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> =
         "{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}", options(pure, nomem);
 }
 
-/// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
-/// so it also undoes itself.
+/// Transposes a 4 × 4 block of words between four neighbouring units. Before, a unit has 4 of every 16 bytes of its row; after, it has 16 contiguous bytes.
+/// Being a transposition, it is its own inverse.
 #[cube]
 pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>> {
     let odd = lane & 1 != 0;
@@ -217,18 +216,17 @@ pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>
 }
 
 instructions! {
-    /// A warp's 8 × 8 matrix of halves transposed: lane `4 g + t` has those of row `g` and columns `2 t` and `2 t + 1`.
+    /// Transposes a warp's 8 × 8 matrix of halves: lane `4 g + t` gets columns `2 t` and `2 t + 1` of row `g`.
     pub fn transpose(x: u32) -> u32 = "movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", options(nomem);
 }
 
 const READ_FOUR_WORDS: &str = "{ .reg .pred p; setp.lt.u32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; \
      @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; /* $0 $1 $2 $3 */ }";
 
-/// The address of a buffer.
+/// Returns the global address of a buffer.
 #[cube]
 pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
-    // SAFETY: the pointer is only turned into an address. What is there is read and written by PTX, at offsets that the host has
-    // checked the buffer's length against.
+    // SAFETY: the pointer is only converted to an address. PTX reads and writes there, at offsets that the host has checked against the buffer's length.
     let pointer = unsafe { buffer.as_ptr_unchecked() };
     let o: u64;
     gpu_asm!("cvta.to.global.u64 {o}, {p};", o = out(_) o, p = in(_) pointer);
@@ -236,15 +234,15 @@ pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
 }
 
 instructions! {
-    /// One of two numbers in half precision.
+    /// Unpacks one of two numbers in half precision.
     pub fn unpack(pair: u32; high: bool, half: Half) -> f32 =
         "{body} /* {o} {pair} */" with half.unpack_text(high), options(pure, nomem);
 
-    /// `read_four_words` of memory that the unit itself will write.
+    /// Like `read_four_words`, for memory that this unit will write later.
     pub fn read_four_words_once(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> =
         "{body} /* {o} {address} {index} {end} */" with READ_FOUR_WORDS.replace(".nc", "");
 
-    /// 16 bytes at an address of constant memory, or 0 unless `index < end`.
+    /// Reads 16 bytes of read-only memory at an address, or 0 unless `index < end`.
     pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> =
         "{body} /* {o} {address} {index} {end} */" with READ_FOUR_WORDS, options(nomem);
 }

@@ -1,21 +1,21 @@
-//! PTX of this tier: mma.sync, ldmatrix, cp.async.
+//! PTX of the mma tier: mma.sync, ldmatrix, cp.async.
 
 use cubecl::prelude::*;
 
 use super::Four;
 pub use crate::arch::ptx::*;
 
-/// What the products' operands are.
+/// Element type of the products' operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
-    /// Tensors of half precision, as they are.
+    /// Tensors of half precision, unchanged.
     Half(Half),
-    /// Tensors of f32, rounded to 10 bits of mantissa.
+    /// Tensors of f32, rounded to 10 mantissa bits.
     Tf32,
 }
 
 impl Element {
-    /// Bytes in memory.
+    /// Bytes per element in memory.
     pub fn bytes(self) -> usize {
         match self {
             Self::Half(_) => 2,
@@ -23,12 +23,12 @@ impl Element {
         }
     }
 
-    /// Depth of one mma.sync: 32 bytes.
+    /// Depth of one mma.sync, which is 32 bytes.
     pub fn depth(self) -> usize {
         32 / self.bytes()
     }
 
-    /// Of half precision, its type.
+    /// Returns the half-precision type, and bf16 for tf32.
     pub fn half(self) -> Half {
         match self {
             Self::Half(half) => half,
@@ -36,7 +36,7 @@ impl Element {
         }
     }
 
-    /// Loads a number from `$1`, or 0 where `$2` is.
+    /// PTX that loads a number from `$1`, or 0 if `$2` is 0.
     fn load_text(self) -> &'static str {
         match self {
             Self::Half(Half::Bf16) => {
@@ -62,7 +62,7 @@ impl Element {
     }
 }
 
-/// `a · b + c` of 16 rows and 8 columns.
+/// Computes `a · b + c` of 16 rows and 8 columns.
 #[cube]
 pub fn multiply(
     a: Vector<u32, Four>,
@@ -83,7 +83,7 @@ instructions! {
     pub fn round(x: u32) -> u32 = "cvt.rna.tf32.f32 {o}, {x};", options(pure, nomem);
 }
 
-/// Operands as mma.sync takes them.
+/// Rounds operands to what mma.sync takes.
 #[cube]
 pub fn operand(x: Vector<u32, Four>, #[comptime] element: Element) -> Vector<u32, Four> {
     let mut o = x;
@@ -97,25 +97,23 @@ pub fn operand(x: Vector<u32, Four>, #[comptime] element: Element) -> Vector<u32
 }
 
 instructions! {
-    /// The bits of a number.
     pub fn bits_of(x: f32) -> u32 = "mov.b32 {o}, {x};", options(pure, nomem);
 
-    /// The number of these bits.
     pub fn of_bits(x: u32) -> f32 = "mov.b32 {o}, {x};", options(pure, nomem);
 
-    /// Four 8 × 8 matrices, whose rows the four eights of a warp's lanes name.
+    /// Loads four 8 × 8 matrices, whose row addresses come from the four groups of eight lanes.
     pub fn load_matrices(address: u32; offset: usize) -> Vector<u32, Four> =
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {o}, [{address}+{offset}];";
 
-    /// As `load_matrices`, each transposed.
+    /// Like `load_matrices`, with each matrix transposed.
     pub fn load_transposes(address: u32; offset: usize) -> Vector<u32, Four> =
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {o}, [{address}+{offset}];";
 }
 
-/// The address of a buffer.
+/// Returns the address of a buffer.
 #[cube]
 pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
-    // SAFETY: the pointer is only turned into an address. What is there is read by PTX, at rows that exist and offsets within them.
+    // SAFETY: the pointer is only converted to an address. PTX reads there, at existing rows and offsets within them.
     let pointer = unsafe { buffer.as_ptr_unchecked() };
     let o: u64;
     gpu_asm!("mov.u64 {o}, {p};", o = out(_) o, p = in(_) pointer, options(nomem));
@@ -123,47 +121,46 @@ pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
 }
 
 instructions! {
-    /// Starts to copy 16 bytes at `base + position · stride` to shared memory, or zeros where the position is
-    /// [`NOWHERE`](crate::mma::tile::NOWHERE).
+    /// Starts a copy of 16 bytes at `base + position · stride` to shared memory, or of zeros if the position is [`NOWHERE`](crate::mma::tile::NOWHERE).
     pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) =
         "{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {position}, 0xffffffff; selp.b32 r, 0, {position}, p; \
               selp.b32 n, 0, 16, p; mad.wide.u32 a, r, {stride}, {base}; cp.async.cg.shared.global [{target}], [a], 16, n; }}";
 
-    /// As `copy_piece`, where rows are more than 4 GB apart.
+    /// Like `copy_piece`, for rows more than 4 GB apart.
     pub fn copy_far_piece(target: u32, base: u64, position: u32, stride: u64) =
         "{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {position}, 0xffffffff; selp.b32 r, 0, {position}, p; \
               selp.b32 n, 0, 16, p; cvt.u64.u32 a, r; mad.lo.u64 a, a, {stride}, {base}; \
               cp.async.cg.shared.global [{target}], [a], 16, n; }}";
 
-    /// Starts to copy 8 bytes to shared memory, or zeros if `bytes` is 0.
+    /// Starts a copy of 8 bytes to shared memory, or of zeros if `bytes` is 0.
     pub fn copy_pair(target: u32, source: u64, bytes: u32) = "cp.async.ca.shared.global [{target}], [{source}], 8, {bytes};";
 
-    /// Starts to copy a word to shared memory.
+    /// Starts a copy of a word to shared memory.
     pub fn copy_word(target: u32, source: u64) = "cp.async.ca.shared.global [{target}], [{source}], 4;";
 
-    /// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
+    /// Adds to a number that no other unit adds to, if `adds` is nonzero. Does not wait for the result.
     pub fn add_number(address: u64, x: f32, adds: u32) =
         "{{ .reg .pred p; setp.ne.u32 p, {adds}, 0; @p red.relaxed.gpu.global.add.f32 [{address}], {x}; }}";
 
-    /// Waits for the copies that this unit started.
+    /// Waits for this unit's copies.
     pub fn wait_copies() = "cp.async.wait_all;";
 
-    /// Ends a group of the copies that this unit started.
+    /// Commits this unit's copies as a group.
     pub fn commit_copies() = "cp.async.commit_group;";
 
-    /// Waits for this unit's copies but for those of the last `groups` groups.
+    /// Waits for this unit's copies except the last `groups` groups.
     pub fn wait_copies_but(; groups: usize) = "cp.async.wait_group {groups};";
 
-    /// For which lanes of the warp `x` is not `y`, a bit each.
+    /// Returns the lanes of the warp whose `x` differs from `y`, one bit each.
     pub fn lanes_that_differ(x: u32, y: u32) -> u32 =
         "{{ .reg .pred p; setp.ne.u32 p, {x}, {y}; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}", options(nomem);
 
-    /// Two neighbouring words.
+    /// Loads two consecutive words.
     pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> = "ld.shared.v2.u32 {o}, [{address}];";
 }
 
-/// Starts to copy 16 bytes of the row at a position to shared memory. Rows begin at `base` and are `stride` pieces of 16 bytes apart, which may be `far`: more
-/// than 4 GB.
+/// Starts a copy of 16 bytes of the row at a position to shared memory. Rows begin at `base` and are `stride` pieces of 16 bytes apart; with `far`, that
+/// may exceed 4 GB.
 #[cube]
 pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] far: bool) {
     if comptime!(far) {
@@ -174,7 +171,7 @@ pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptim
 }
 
 instructions! {
-    /// The number at an address that no unit writes to, or 0.
+    /// Loads a read-only number, or 0 if `exists` is 0.
     pub fn load_number(address: u64, exists: u32; element: Element) -> f32 =
         "{body} /* {o} {address} {exists} */" with element.load_text(), options(nomem);
 }

@@ -1,19 +1,19 @@
-//! PTX that CubeCL has no functions for: the products of attention, copies of shared memory, fast math.
+//! PTX that CubeCL has no functions for: wgmma products, bulk copies of shared memory, fast math.
 //!
-//! `$i` in a text is operand `i` (the output first), `%n` register `n` of all operands in a row. Every
-//! operand has to occur in its text, so the last ones are named in a PTX comment.
+//! `$i` in a text is operand `i` (the output first), and `%n` is register `n` of all operands in sequence. Every operand must occur in its text, so the
+//! last ones are named in a PTX comment.
 
 use cubecl::prelude::*;
 
 pub use crate::arch::ptx::*;
 pub use crate::arch::tma::*;
 
-/// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 128 bytes of a row, `a_span` and
-/// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
+/// PTX of `a · bᵀ` of two K-major operands in shared memory. Both are stored in spans of 128 bytes of a row, `a_span` and `b_span` bytes apart. The first
+/// step overwrites the output, so nothing has to be zeroed.
 fn product_text(of: ProductShape, cols: usize) -> String {
     let (half, fp8, dim) = (of.half, of.fp8, of.depth);
     let (a_span, b_span) = (of.a_span, of.b_span);
-    // With FP8 both operands are K-major at any rate.
+    // FP8 operands are always K-major.
     let (ty, depth, majors) = match fp8 {
         true => ("e4m3", 2 * DEPTH, ""),
         false => (half.ptx(), DEPTH, ", 0, 0"),
@@ -32,15 +32,16 @@ fn product_text(of: ProductShape, cols: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
 }
 
-/// Moves `used` registers of an accumulator of `acc` to the output: an asm has no operands that are both input and output. ptxas then drops it.
+/// PTX that moves `used` registers of an accumulator of `acc` registers to the output, because inline asm has no operands that are both input and output.
+/// ptxas removes the moves.
 fn moved(acc: usize, used: usize) -> String {
     (0..used)
         .map(|i| format!("mov.f32 %{i}, %{}; ", acc + i))
         .collect()
 }
 
-/// `c + p · b`: `p` in registers, `b` (`[cols, dim]`, MN-major) in shared memory. `acc` registers hold an
-/// accumulator, of which `dim / 2` are used. The sums are moved. Without `add`, `p · b`, and no input `c`.
+/// PTX of `c + p · b`, with `p` in registers and `b` (`[cols, dim]`, MN-major) in shared memory. The accumulator has `acc` registers, of which `dim / 2`
+/// are used, and is moved to the output. Without `add`, it is `p · b` and there is no input `c`.
 fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -> String {
     let (ty, used) = (half.ptx(), dim / 2);
     let mut text = String::from("{ .reg .b64 b; ");
@@ -64,8 +65,8 @@ fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -
     text + "wgmma.commit_group.sync.aligned; }"
 }
 
-/// `c + p · bᵀ` in FP8: `p` in registers, four of 32 columns, `b` in shared memory as [`FP8_COLUMNS`] of its columns side by side in rows of so many bytes,
-/// block behind block. As for [`accumulate_text`], the sums are moved.
+/// PTX of `c + p · bᵀ` in FP8. `p` is in registers, four per 32 columns. `b` is in shared memory, as consecutive blocks of [`FP8_COLUMNS`] of its columns,
+/// with rows of that many bytes. The accumulator is moved as in [`accumulate_text`].
 fn accumulate_fp8_text(acc: usize, cols: usize, dim: usize) -> String {
     let used = dim / 2;
     let mut text = String::from("{ .reg .b64 b; ");
@@ -88,7 +89,7 @@ fn wait_text(pending: usize, acc: usize, used: usize) -> String {
     format!("{{ /* $0 $1 */ wgmma.wait_group.sync.aligned {pending}; {moved}}}")
 }
 
-/// `aᵀ · b`: `a` (`[depth, 64]`) and `b` (`[depth, cols]`), both MN-major in shared memory.
+/// PTX of `aᵀ · b`, with `a` (`[depth, 64]`) and `b` (`[depth, cols]`) both MN-major in shared memory.
 fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
     let (ty, out) = (half.ptx(), registers(0, cols / 2));
     let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
@@ -103,8 +104,8 @@ fn wide_product_text(half: Half, cols: usize, depth: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
 }
 
-/// `c + a · b`: `a` (`[64, depth]`) K-major, in spans of 64 that are `a_span` bytes apart, and `b` (`[depth, dim]`) MN-major in
-/// shared memory. As for [`accumulate_text`], the sums are moved.
+/// PTX of `c + a · b`, with `a` (`[64, depth]`) K-major, in spans of 64 columns that are `a_span` bytes apart, and `b` (`[depth, dim]`) MN-major, both in
+/// shared memory. The accumulator is moved as in [`accumulate_text`].
 fn accumulate_shared_text(
     half: Half,
     acc: usize,
@@ -129,8 +130,7 @@ fn accumulate_shared_text(
     text + "wgmma.commit_group.sync.aligned; /* $0 $1 */ }"
 }
 
-/// Stores a left operand of `cols` columns as 16 of its rows, swizzled, spans of 64 columns `span` bytes apart. `$1` is the
-/// address of this unit's first pair.
+/// PTX that stores 16 rows of a left operand, swizzled, with spans of 64 columns `span` bytes apart. `$1` is the address of this unit's first pair.
 fn store_left_text(width: usize, span: usize) -> String {
     let mut text = String::from("{ .reg .b32 a; ");
     for eight in 0..width / 2 {
@@ -145,7 +145,7 @@ fn store_left_text(width: usize, span: usize) -> String {
     text + "/* $0 */ }"
 }
 
-/// A unit's registers as fours, those of a warpgroup's units side by side.
+/// PTX that loads or stores a unit's registers in groups of four. The same group of a warpgroup's units is contiguous.
 fn own_text(width: usize, load: bool) -> String {
     let mut text = String::new();
     for four in 0..width / 4 {
@@ -158,7 +158,7 @@ fn own_text(width: usize, load: bool) -> String {
     text + "/* $0 */"
 }
 
-/// The fours of each lane for each 16 columns.
+/// PTX that stores each lane's groups of four for every 16 columns.
 fn store_sixteen_text(width: usize, eight: usize) -> String {
     let mut text = String::new();
     for lower in 0..2 {
@@ -171,7 +171,7 @@ fn store_sixteen_text(width: usize, eight: usize) -> String {
     text + "/* $0 */"
 }
 
-/// `$0` is the half at address `$1`, or 0 unless `$2 < $3`.
+/// PTX that loads the half at address `$1`, or 0 unless `$2 < $3`.
 fn read_half_text(half: Half) -> String {
     let widen = match half {
         Half::Bf16 => "mov.b32 $0, {zero, h};",
@@ -190,10 +190,10 @@ fn bulk_instruction(add: bool) -> &'static str {
     }
 }
 
-/// Columns of keys that lie side by side in a row of values in FP8.
+/// Keys that are contiguous in a row of transposed FP8 values.
 pub const FP8_COLUMNS: usize = 64;
 
-/// What `a · bᵀ` is made of: its type, 16 bits of a row at a time, and bytes between spans of 64 of these.
+/// Operands of `a · bᵀ`: element type, depth in 16-bit elements, and bytes between spans of 64 of these.
 #[derive(Clone, Copy)]
 pub struct ProductShape {
     pub half: Half,
@@ -205,53 +205,53 @@ pub struct ProductShape {
 }
 
 instructions! {
-    /// Starts `a · bᵀ` `[64, cols]`. The result is there after a `wait`.
+    /// Starts `a · bᵀ` `[64, cols]`. `wait` before using the result.
     pub fn product<S = width>(a: u64, b: u64; of: ProductShape) -> Vector<f32, S> =
         "{body} /* {o} {a} {b} */" with product_text(of, 2 * width);
 
-    /// Starts `c + p · b` `[64, dim]`. The result is there after a `wait`.
+    /// Starts `c + p · b` `[64, dim]`. `wait` before using the result.
     pub fn accumulate<P = width, O = acc>(c: Vector<f32, O>, p: Vector<u32, P>, b: u64; half: Half, dim: usize) -> Vector<f32, O> =
         "{body} /* {o} {c} {p} {b} */" with accumulate_text(half, acc, 4 * width, dim, true);
 
-    /// Starts `c + p · bᵀ` `[64, dim]` in FP8. The result is there after a `wait`.
+    /// Starts `c + p · bᵀ` `[64, dim]` in FP8. `wait` before using the result.
     pub fn accumulate_fp8<P = width, O = acc>(c: Vector<f32, O>, p: Vector<u32, P>, b: u64; dim: usize) -> Vector<f32, O> =
         "{body} /* {o} {c} {p} {b} */" with accumulate_fp8_text(acc, 8 * width, dim);
 
-    /// Starts `p · b` `[64, dim]`. The result is there after a `wait`.
+    /// Starts `p · b` `[64, dim]`. `wait` before using the result.
     pub fn weigh<P = width, O = acc>(p: Vector<u32, P>, b: u64; half: Half, dim: usize) -> Vector<f32, O> =
         "{body} /* {o} {p} {b} */" with accumulate_text(half, acc, 4 * width, dim, false);
 
-    /// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a `wait`.
+    /// Starts `aᵀ · b` `[64, 2 · O]` of operands with `depth` rows. `wait` before using the result.
     pub fn wide_product<O = width>(a: u64, b: u64; half: Half, depth: usize) -> Vector<f32, O> =
         "{body} /* {o} {a} {b} */" with wide_product_text(half, 2 * width, depth);
 
-    /// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a `wait`.
+    /// Starts `c + a · b` `[64, dim]` of a K-major `a` and a `b` with `depth` rows. `wait` before using the result.
     pub fn accumulate_shared<O = acc>(c: Vector<f32, O>, a: u64, b: u64; half: Half, dim: usize, depth: usize, a_span: usize) -> Vector<f32, O> =
         "{body} /* {o} {c} {a} {b} */" with accumulate_shared_text(half, acc, dim, depth, a_span);
 
-    /// Stores a left operand in shared memory, as a right or a wide one is read.
+    /// Stores a left operand in shared memory, in the layout of a right operand or an operand of `wide_product`.
     pub fn store_left<P = width>(p: Vector<u32, P>, address: u32; span: usize) =
         "{body} /* {p} {address} */" with store_left_text(width, span);
 
-    /// Stores a unit's registers for the unit at its place of another warpgroup; `address` is 16 bytes on from each unit to the next.
+    /// Stores a unit's registers for the unit with the same index of another warpgroup. Addresses of consecutive units are 16 bytes apart.
     pub fn store_own<P = width>(p: Vector<u32, P>, address: u32) = "{body} /* {p} {address} */" with own_text(width, false);
 
     /// Loads what `store_own` stored.
     pub fn load_own<P = width>(address: u32) -> Vector<u32, P> = "{body} /* {o} {address} */" with own_text(width, true);
 
-    /// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
+    /// Stores a warp's 16 rows in shared memory: for every 16 columns, groups of four of all lanes. The lower eight rows are `eight` bytes further.
     pub fn store_sixteen<O = width>(x: Vector<f32, O>, address: u32; eight: usize) =
         "{body} /* {x} {address} */" with store_sixteen_text(width, eight);
 
-    /// The number in half precision at an address of constant memory, or 0 unless `index < end`.
+    /// Reads a half-precision number of read-only memory, or 0 unless `index < end`.
     pub fn read_half(address: u64, index: u32, end: u32; half: Half) -> f32 =
         "{body} /* {o} {address} {index} {end} */" with read_half_text(half), options(nomem);
 
-    /// Waits until at most `pending` of the products started last are unfinished.
+    /// Waits until at most `pending` of the latest products are unfinished.
     pub fn wait<N = acc>(c: Vector<f32, N>; pending: usize, used: usize) -> Vector<f32, N> =
         "{body} /* {o} {c} */" with wait_text(pending, acc, used);
 
-    /// Makes this unit's writes to shared memory known to wgmma and TMA.
+    /// Makes this unit's writes to shared memory visible to wgmma and TMA.
     pub fn async_fence() = "fence.proxy.async.shared::cta;";
 }
 
@@ -263,48 +263,47 @@ pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime
 }
 
 instructions! {
-    /// Makes a group of the unit's bulk copies since the last one.
+    /// Commits the unit's bulk copies since the last commit as a group.
     pub fn bulk_commit() = "cp.async.bulk.commit_group;";
 
     /// Waits until the unit's bulk copies are in memory.
     pub fn bulk_wait() = "cp.async.bulk.wait_group 0;";
 
-    /// A number that another cube may be writing.
+    /// Reads a number that another cube may be writing.
     pub fn peek(address: u64) -> u32 = "ld.relaxed.gpu.global.u32 {o}, [{address}];";
 
-    /// Four numbers that other cubes have written, as L2 has them.
+    /// Reads four numbers that other cubes have written, from L2.
     pub fn peek_four(address: u64) -> Vector<f32, Const<4>> = "ld.relaxed.gpu.global.v4.f32 {o}, [{address}];";
 
-    /// Two numbers of constant memory.
+    /// Reads two numbers of read-only memory.
     pub fn read_two(address: u64) -> Vector<f32, Const<2>> = "ld.global.nc.v2.f32 {o}, [{address}];", options(nomem);
 
-    /// The next number of a counter that all cubes draw from.
+    /// Atomically increments a counter that all cubes share, and returns its old value.
     pub fn draw(address: u64) -> u32 = "atom.relaxed.gpu.global.add.u32 {o}, [{address}], 1;";
 
-    /// Orders what the unit and those that it has heard of did before it with what follows, for the whole device.
+    /// Orders the unit's earlier accesses, and those it has observed, before its later ones, device-wide.
     pub fn device_fence() = "fence.acq_rel.gpu;";
 
-    /// Orders the unit's reads of global memory before it with its bulk copies and additions after it.
+    /// Orders the unit's earlier reads of global memory before its later bulk copies and additions.
     pub fn async_fence_global() = "fence.proxy.async.global;";
 
-    /// Waits until a number is `x`.
+    /// Waits until a number equals `x`.
     pub fn wait_until(address: u64, x: u32) =
         "{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{address}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}";
 
     /// Writes a number that another cube may be reading.
     pub fn post(address: u64, x: u32) = "st.relaxed.gpu.global.u32 [{address}], {x};";
 
-    /// Writes a number to an address.
     pub fn store_number(address: u64, x: f32) = "st.global.f32 [{address}], {x};";
 
-    /// Writes two numbers to an address, a multiple of 8.
+    /// Writes two numbers at an address that is a multiple of 8.
     pub fn store_pair(address: u64, x: f32, y: f32) = "st.global.v2.f32 [{address}], {{{x}, {y}}};";
 
     /// Waits for the other lanes of the warp.
     pub fn sync_warp() = "bar.warp.sync 0xffffffff;";
 }
 
-/// Copies a box of a `[batch, head, class, row, column]` tensor map into shared memory.
+/// Starts a TMA copy of a box of a `[batch, head, class, row, column]` tensor map into shared memory.
 #[cube]
 pub fn load_class_box(
     map: u64,
@@ -322,7 +321,7 @@ pub fn load_class_box(
         b = in(_) val::<u32>(bar));
 }
 
-/// Copies a box of a `[row, column]` tensor map into shared memory.
+/// Starts a TMA copy of a box of a `[row, column]` tensor map into shared memory.
 #[cube]
 pub fn load_line(map: u64, target: u32, bar: u32, column: u32, row: u32) {
     gpu_asm!("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [{s}], [{m}, {{{x}, {y}}}], [{b}];",
@@ -331,11 +330,11 @@ pub fn load_line(map: u64, target: u32, bar: u32, column: u32, row: u32) {
 }
 
 instructions! {
-    /// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
+    /// Returns `2^x`. Volatile, or ptxas moves a wait for a wgmma before it.
     pub fn exp2(x: f32) -> f32 = "ex2.approx.ftz.f32 {o}, {x};", options(nomem);
 }
 
-/// Copies a box of 64 columns at a place into shared memory; with `residue` the map has the class as a dimension.
+/// Starts a TMA copy of a box of 64 columns at a place into shared memory. With `residue`, the map has the class as a dimension.
 #[cube]
 pub fn load_at(
     map: u64,

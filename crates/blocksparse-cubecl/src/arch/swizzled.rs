@@ -1,29 +1,29 @@
-//! Single rows on their way to where wgmma reads them: in spans of 64 columns one behind the other, swizzled by 128 bytes, as TMA would put them, which
-//! gathers no single rows on these devices.
+//! Copies of single rows to shared memory for wgmma: in consecutive spans of 64 columns with the 128-byte swizzle, as TMA would store them. TMA on these
+//! devices cannot gather single rows.
 
 use cubecl::prelude::*;
 
 use crate::arch::sm80::{copy_of_row, wait_copies};
 use crate::arch::sm90::*;
 
-/// Pieces of 16 bytes of a row of a span.
+/// 16-byte pieces per row of a span.
 const PIECES: u32 = 8;
 
-/// Rows of which a warp copies a span at a time.
+/// Rows of a span that a warp copies at a time.
 pub const ROWS_AT_A_TIME: usize = 4;
 
-/// A matrix in shared memory.
+/// Layout of a matrix in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spans {
     pub rows: usize,
     /// A multiple of 64.
     pub dim: usize,
-    /// Whether its rows are more than 4 GB apart in memory.
+    /// Whether its rows in global memory are more than 4 GB apart.
     pub far: bool,
 }
 
 impl Spans {
-    /// Of rows in memory that are wherever they are.
+    /// Returns a matrix whose rows may be any distance apart in global memory.
     pub fn far(rows: usize, dim: usize) -> Self {
         let far = true;
         Self { rows, dim, far }
@@ -34,7 +34,7 @@ impl Spans {
         self.rows * ROW
     }
 
-    /// Of products of these rows with others, over `depth` numbers of each.
+    /// Returns the shape of products of these rows with other rows, over `depth` elements of each.
     pub fn product(&self, others: Spans, half: Half, depth: usize) -> ProductShape {
         ProductShape {
             half,
@@ -50,13 +50,13 @@ impl Spans {
     }
 }
 
-/// The row of those that a warp copies at a time which is a lane's.
+/// Returns which of the rows that a warp copies at a time is the lane's.
 #[cube]
 pub fn lane_row(lane: u32) -> u32 {
     lane / PIECES
 }
 
-/// Starts to copy the lane's piece of each span of a row, which lies at `position` of rows `stride` pieces of 16 bytes apart.
+/// Starts the copy of the lane's piece of each span of a row. The row is at `position` among rows that are `stride` pieces of 16 bytes apart.
 #[cube]
 pub fn copy_row(
     matrix: u32,
@@ -78,14 +78,14 @@ pub fn copy_row(
     }
 }
 
-/// Waits for this unit's copies, and makes them known to wgmma.
+/// Waits for this unit's copies, and makes them visible to wgmma.
 #[cube]
 pub fn own_copies() {
     wait_copies();
     async_fence();
 }
 
-/// Waits for the warp's copies and says at a barrier that wgmma may read them.
+/// Waits for the warp's copies, and arrives at the barrier after which wgmma may read them.
 #[cube]
 pub fn copies_are_there(bar: u32, lane: u32) {
     own_copies();

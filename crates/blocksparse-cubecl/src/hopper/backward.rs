@@ -1,5 +1,5 @@
-//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, a warpgroup 64 of them, and reads the
-//! queries that see the tile.
+//! The backward kernel: dQ, dK and dV in one loop over columns. A cube has a tile of keys, with 64 per warpgroup, and loops over the queries that attend to
+//! the tile.
 //!
 //! ```text
 //!            s  = k · qᵀ     p  = exp2(s · log2_scale − lse)     64 keys × `cols` queries per warpgroup, so transposed
@@ -7,35 +7,34 @@
 //!
 //! all warps  TMA:  q, dO, stats of step j + stages − lag         gathered boxes of `group` rows
 //! every warpgroup, per step j:
-//!     dp                wgmma, started; s has been since step j − 1
-//!     s done:           p, to registers as a left operand, while dp is computed
+//!     dp                wgmma, started; s was started in step j − 1
+//!     s done:           p, as a left operand in registers, while dp is computed
 //!     dV += p · dO      wgmma, started
-//!     dp done:          ds, likewise, and to shared memory as [keys][queries]
-//!     dK += ds · q      wgmma, started, in heads wider than 64: ds from registers
-//!     all warpgroups have stored ds
-//!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile: for half the columns (or half the queries) each
-//!     dK += ds · q      wgmma, started, in narrower heads: ds from shared memory
+//!     dp done:          ds, as a left operand in registers, and in shared memory as [keys][queries]
+//!     dK += ds · q      wgmma, started, if head_dim is above 64: ds from registers
+//!     barrier           all warpgroups have stored ds
+//!     dQ  = dsᵀ · k     wgmma, started, over all keys of the tile; each warpgroup computes half the columns (or half the queries)
+//!     dK += ds · q      wgmma, started, if head_dim is at most 64: ds from shared memory
 //!     s of step j + 1   wgmma, started
-//!     dQ done:          wait for the tiles before this one; add to the scratch
-//!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
+//!     dQ done:          wait for the turn of this tile, then add to the scratch
+//!     dK, s done        no product is in flight at the end of an iteration, or ptxas would serialise all products
 //! ```
 //!
-//! With a threshold dp is started behind p. Where no weight of the tile and the step's queries is above `exp(−threshold)`, the visit and s of the
-//! next step are all that is left of the step.
+//! With a threshold, dp starts after p. If no weight of the tile and the step's queries is above `exp(−threshold)`, only the visit and s of the next step
+//! remain of the step.
 //!
-//! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
-//! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
-//! before it, so the first of those that run never waits. With `apart` tiles that are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a chain of its own. The first
-//! visitor stores, so nothing but the counters needs zeros. The last one makes dQ of the sums, or
-//! [`finish`](super::backward_stats::finish) does.
+//! The scratch is f32, and all tiles of a head add to it. Tiles add to the same 16 queries in launch order: the plan has the number of earlier visits, and
+//! a counter the number of completed ones. A tile waits only for tiles launched before it, so the first running tile never waits. With `apart`, tiles that
+//! are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a separate chain. The first visitor stores, so only the
+//! counters must be zeroed. The last one computes dQ from the sums, or [`finish`](super::backward_stats::finish) does.
 //!
-//! With `persistent` a cube computes tile after tile: it draws the next ones from a counter, has the keys and values of two, and computes the
-//! first s of the next with the last dQ of this one.
+//! With `persistent`, a cube computes tile after tile. It draws the next ones from a counter, holds the keys and values of two, and computes the first s of
+//! the next tile along with the last dQ of the current one.
 //!
-//! The scratch has the layout of wgmma's results: for each 16 queries, for each part of the columns, for each 8 of the queries, for each 16
-//! columns, the four numbers of each lane.
+//! The scratch has the layout of wgmma's results, from outer to inner: 16 queries, part of the columns, 8 of the queries, 16 columns, and the four elements
+//! of each lane.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -66,12 +65,11 @@ impl BackwardTile {
     }
 }
 
-/// `operands` `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
-/// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
-/// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
-/// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where cubes
-/// share the queries of a tile `out` gets their sums: see [`shares`](super::shares). Where biases are
-/// added to scores that are not softcapped, `cap_scale` is the scale.
+/// `operands` are tensor maps `[batch, heads, seq, dim]` of `k`, `v`, `q` and `grad_out`, or with `residue` `[batch, heads, stride, seq / stride, dim]`.
+/// `stats` is a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place. `scratch` is described above. `counters` has one
+/// per 16 queries (8 if groups have no more) and half of the columns. `out` is `[batch, kv_heads, seq_kv, dim]` in vectors of eight elements, with dV from
+/// vector `second` on. With `carry`, dK and dV are added to it. If cubes share the queries of a tile, `out` gets their sums: see [`shares`](super::shares).
+/// If biases are added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     operands: MainloopOperands<TensorMap<u32, Tiled>>,
@@ -151,7 +149,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         load_next(words, &parts, &loads, &lengths, 0u32, &cursor, t);
     }
 
-    // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
+    // One lane adds all 16 queries of the warp. With groups of 8, two lanes add 8 each.
     let chain = Chain {
         counters,
         tickets,
@@ -188,8 +186,7 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     }
 }
 
-/// Computes the cube's `turn`-th tile. With `chain.started` `s` are the products of its first step; so are those that it returns,
-/// of the next tile.
+/// Computes the cube's `turn`-th tile. If `chain.started`, `s` has the products of its first step. Returns those of the next tile's first step.
 #[cube]
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     out: &mut [Vector<u32, Four>],
@@ -213,7 +210,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let batch = own.batch;
     let first_head = first_head(lengths, own.kv_head, own.share, t);
     let heads_at = parts.heads + batch as usize * parts.batch;
-    // That of the tile after the next one, on its way while this one is computed.
+    // The ticket of the tile after the next one, drawn while this one is computed.
     let mut ticket = 0u32;
     let before = chain.done.read();
     if comptime!(t.persistent) {
@@ -230,7 +227,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let width = S::value();
     let mut grad_k = Vector::<f32, O>::zeroed();
     let mut grad_v = Vector::<f32, O>::zeroed();
-    // Keys, and behind them values.
+    // Keys, followed by values.
     let own_at = own_address(base, turn, t);
     wait_for_own(base, turn, t);
     let mut s_next = first_products::<S>(s, own_at, q_address, base, cursor, chain, t);
@@ -262,7 +259,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let mut s = s_next;
             let mut capped = s_next;
             if comptime!(t.score.biased()) {
-                // Before dp has its registers, which biases need for a while.
+                // Before dp occupies its registers, which biases need temporarily.
                 s = softcapped::<S>(s_next, numbers, t);
                 capped = s;
                 s = add_biases::<S>(
@@ -281,7 +278,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             if comptime!(!t.score.threshold) {
                 dp_started = start::<S>(v_at, do_at, t);
             }
-            // Which queries the unit adds dQ to, should it be one of the two.
+            // Queries to which the unit adds dQ, if it is one of the adding lanes.
             let word = step
                 + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
                     as usize;
@@ -317,7 +314,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 if comptime!(t.score.dropout) {
                     left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.score), t.half);
                 }
-                // Of weights nothing but gradients is left to make, so that no register has scores from here on.
+                // Of the weights, only gradients are needed from here on, so no register has to keep scores.
                 if comptime!(!t.score.biased()) {
                     capped = s;
                 }
@@ -326,7 +323,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 if comptime!(t.score.softcap && t.packed()) {
                     sloped = pack_all::<S, P>(p, t.half);
                 }
-                // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
+                // The same bytes are K-major for s and dp, and MN-major for dK, dV and dQ.
                 let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
                 let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
                 let dp = wait::<S>(dp_started, 1usize, width);
@@ -374,7 +371,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 if comptime!(t.dk_first()) {
                     grad_k = wait::<O>(grad_k_started, 2usize, comptime!(t.dim / 2));
                 }
-                // What may still be on its way: s, and dK where it is behind dQ.
+                // Products that may still be unfinished: s, and dK if it starts after dQ.
                 let behind = comptime!(2 - usize::from(t.dk_first()));
                 let dq_width = C::value();
                 let dq = wait::<C>(dq_started, behind, dq_width);
@@ -394,7 +391,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 }
                 s_next = wait::<S>(s_started, 0usize, width);
             } else {
-                // Nothing to add, but it is the tile's turn.
+                // There is nothing to add, but the tile must take its turn.
                 let visit = visit_of(chain, visit, row_of_scratch, t);
                 let s_started = start_next::<S>(
                     words, parts, lengths, loads, cursor, chain, own_at, turn, ticket, done,
@@ -426,14 +423,14 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         if unit() == 0 && chain.done.read() == before {
             cache_tile(words, parts, lengths, base, ticket, turn, t);
         }
-        // All have read the tile's keys and values: they make room for those of the tile after the next one.
+        // All warps have read the tile's keys and values. Those of the tile after the next one overwrite them.
         named_sync(1u32, comptime!(t.units() as u32));
         let after_next = cached_tile(base, turn, t);
         if after_next.rank != NONE {
             load_tile(words, loads, &after_next, turn, t);
         }
     }
-    // Found again rather than kept: registers are short.
+    // Recomputed, because registers are short.
     let own = current_tile(words, parts, lengths, own, t);
     let factor = factor_of(args, t.score);
     store_keys::<O>(
@@ -450,7 +447,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     s_next
 }
 
-/// The products of a tile's first step, unless the tile before has made them: `s`.
+/// Returns the products of a tile's first step: `s`, if the previous tile has started them.
 #[cube]
 fn first_products<S: Size>(
     s: Vector<f32, S>,
@@ -474,7 +471,7 @@ fn first_products<S: Size>(
     s_next
 }
 
-/// Starts the products of the next step, behind all others of this one, and closes the visit of the step before. All warps call this together.
+/// Starts the products of the next step, after all others of this step, and closes the visit of the previous step. All warps must call it together.
 #[cube]
 fn start_next<S: Size>(
     words: &[u32],
@@ -493,7 +490,7 @@ fn start_next<S: Size>(
     let base = loads.base;
     let its_own = wait_for_next(own_at, turn, loads, cursor, chain, t);
     let next_stage = (done + 1) % comptime!(t.stages as u32);
-    // After the last step of whatever is there, for nobody.
+    // After the last step the operands are arbitrary, and the result is unused.
     let s_started = start::<S>(
         its_own,
         base + comptime!(t.q_offset() as u32) + next_stage * comptime!(t.b_bytes() as u32),
@@ -505,7 +502,7 @@ fn start_next<S: Size>(
         }
     }
     if comptime!(!t.unfenced) {
-        // All products of the step are under way: the fence is behind them.
+        // All products of the step are started, so the fence does not delay them.
         if unit() % 32 < comptime!(t.counters() as u32) {
             close(chain, t);
         }
@@ -513,7 +510,7 @@ fn start_next<S: Size>(
     s_started
 }
 
-/// Starts `dsᵀ · k` over all keys of the tile. Which columns, or which queries, are a warpgroup's is its `group`'s.
+/// Starts `dsᵀ · k` over all keys of the tile. A warpgroup's `group` determines its columns, or its queries.
 #[cube]
 fn start_queries<C: Size>(
     ds_address: u32,
@@ -532,7 +529,7 @@ fn start_queries<C: Size>(
     wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()))
 }
 
-/// Waits for the step after this one, if there is one, and says where the keys of its tile are.
+/// Waits for the next step, if there is one, and returns the address of its tile's keys.
 #[cube]
 fn wait_for_next(
     own_at: u32,
@@ -561,7 +558,7 @@ fn wait_for_next(
     its_own
 }
 
-/// Stores dK and dV of the unit's two rows of a tile, or a share's sums of them.
+/// Stores dK and dV of the unit's two rows of a tile, or its share of their sums.
 #[cube]
 fn store_keys<O: Size>(
     out: &mut [Vector<u32, Four>],
@@ -600,7 +597,7 @@ fn store_keys<O: Size>(
     store_gradient::<O>(out, grad_v, lengths.second, of_v, &rows, factor, t);
 }
 
-/// Products, softcapped where they are to be.
+/// Returns the products, softcapped if the call has a softcap.
 #[cube]
 fn softcapped<S: Size>(
     s_in: Vector<f32, S>,
@@ -612,7 +609,7 @@ fn softcapped<S: Size>(
     s
 }
 
-/// Starts the product of a warpgroup's own 64 rows and a step's.
+/// Starts the product of a warpgroup's own 64 rows and a step's rows.
 #[cube]
 fn start<S: Size>(own: u32, step: u32, #[comptime] t: BackwardTile) -> Vector<f32, S> {
     let group = uniform(unit() / 128);
@@ -623,7 +620,7 @@ fn start<S: Size>(own: u32, step: u32, #[comptime] t: BackwardTile) -> Vector<f3
     )
 }
 
-/// Where the unit's first pair of ds is. Rows 8 apart are swizzled alike.
+/// Returns the address of the unit's first pair of ds. Rows 8 apart have the same swizzle.
 #[cube]
 fn swizzled(address: u32) -> u32 {
     let unit = unit();

@@ -1,10 +1,9 @@
-//! Where the warps of a backward pass add to dQ, one tile of keys after the other.
+//! The chains in which the warps of a backward pass add to dQ, one tile of keys after the other.
 //!
-//! With [`finishes`](BackwardTile::finishes) the tile that visits 16 queries last adds its part to the sums of those
-//! before it, and writes dQ: no launch comes behind that reads the sums again. Otherwise
-//! [`finish`](super::backward_stats::finish) does it.
+//! With [`finishes`](BackwardTile::finishes), the last tile to visit 16 queries adds its part to the sums of those before it and writes dQ, so no later
+//! launch reads the sums again. Otherwise [`finish`](super::backward_stats::finish) does that.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -22,51 +21,51 @@ impl BackwardTile {
         self.group.min(16)
     }
 
-    /// Counters of a warp's 16 queries.
+    /// Counters per 16 queries of a warp.
     pub(super) fn counters(&self) -> usize {
         16 / self.counted()
     }
 
-    /// Whether who visits queries last may write their dQ: all queries of a warp have the same visit, and no sums are apart.
+    /// Whether the last visitor of queries may write their dQ. All queries of a warp must have the same visit, and there must be no second scratch.
     pub(super) fn may_finish(&self) -> bool {
         self.counters() == 1 && !self.apart
     }
 }
 
-/// Where a warp adds its dQ.
+/// State of a warp's chain.
 #[derive(CubeType)]
 pub struct Chain {
     pub counters: u64,
-    /// Where tiles are drawn from.
+    /// Address of the counter from which tiles are drawn.
     pub tickets: u64,
     pub scratch: u64,
-    /// Which half of the columns.
+    /// Part of the columns.
     pub part: u32,
-    /// The first of the unit's eight queries of a step.
+    /// First of the unit's eight queries of a step.
     pub query: u32,
-    /// Steps the cube has done.
+    /// Steps that the cube has completed.
     pub done: RuntimeCell<u32>,
-    /// The counter to be raised when the additions started last are done, and to what.
+    /// The counter to raise when the last started additions are complete, and its new value.
     pub open_counter: RuntimeCell<u32>,
     pub open_visits: RuntimeCell<u32>,
-    /// Whether the products of the next step are of its tile's keys.
+    /// Whether the started products of the next step belong to its tile's keys.
     pub started: RuntimeCell<u32>,
 }
 
 /// A visit of the unit's queries.
 #[derive(CubeType, Clone, Copy)]
 pub struct Visit {
-    /// As the plan has it.
+    /// The plan's word.
     pub word: u32,
-    /// What the counter said some time ago,
+    /// A value of the counter, read some time ago.
     pub seen: u32,
-    /// and which one it is.
+    /// Index of the counter.
     pub counter: u32,
-    /// The place of the unit's first query among those of all heads.
+    /// Place of the unit's first query among those of all heads.
     pub row: u32,
 }
 
-/// The visit of the unit's queries from row `row` on, by the plan's word.
+/// Returns the visit of the unit's queries from row `row` on, given the plan's word.
 #[cube]
 pub fn visit_of(chain: &Chain, word: u32, row: u32, #[comptime] t: BackwardTile) -> Visit {
     let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + chain.part;
@@ -82,10 +81,10 @@ pub fn visit_of(chain: &Chain, word: u32, row: u32, #[comptime] t: BackwardTile)
     }
 }
 
-/// Posts the visit whose additions the unit started last, once they are in memory; then their buffer is free.
+/// Posts the visit whose additions the unit started last, once they are in memory. Then their buffer is free.
 ///
-/// A wait for bulk additions makes them visible to the unit; the fence and the post release them, and the next visitor's read of the counter and its fence
-/// acquire them, as PTX's memory model has it. [`add_queries`] puts a proxy fence between that and its own addition.
+/// The wait for bulk additions makes them visible to the unit. The fence and the post release them, and the next visitor's read of the counter and its
+/// fence acquire them, as PTX's memory model requires. [`add_queries`] puts a proxy fence between that and its own addition.
 #[cube]
 pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
     bulk_wait();
@@ -101,7 +100,7 @@ pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
     }
 }
 
-/// Adds a warp's dQ of its 16 queries when it is its turn, or writes it, if it is the last; one that `is_zero` takes its turn alone. All units call this
+/// Adds a warp's dQ of its 16 queries when its turn comes, or writes it if it is the last. With `is_zero`, it only takes its turn. All units must call it
 /// together.
 #[cube]
 pub fn add_queries<C: Size>(
@@ -116,7 +115,7 @@ pub fn add_queries<C: Size>(
     #[comptime] is_zero: bool,
     #[comptime] t: BackwardTile,
 ) {
-    // With fences the caller has closed the visit of a step ago: the buffer is free.
+    // With fences, the caller has closed the visit of the previous step, so the buffer is free.
     let lane = unit() % 32;
     if comptime!(t.unfenced) {
         if lane < comptime!(t.counters() as u32) {
@@ -161,7 +160,7 @@ pub fn add_queries<C: Size>(
     }
     if comptime!(t.finishes) {
         if uniform(visit.word & LAST_VISIT) != 0 {
-            // The first lane has waited for the others' sums.
+            // The first lane has waited for the other tiles' sums.
             sync_warp();
             write_queries(
                 grad_q, source, chain, visit.row, turn, listing, lengths, scale, t,
@@ -170,7 +169,7 @@ pub fn add_queries<C: Size>(
     }
 }
 
-/// Where the warp's columns of the eight queries at a row are summed up.
+/// Returns the address of the sums of the warp's columns and the eight queries at a row.
 #[cube]
 fn sums_of(chain: &Chain, row: u32, #[comptime] t: BackwardTile) -> u64 {
     chain.scratch
@@ -178,7 +177,7 @@ fn sums_of(chain: &Chain, row: u32, #[comptime] t: BackwardTile) -> u64 {
         + u64::cast_from((chain.part * 2 + row % 16 / 8) * comptime!(t.warp_eight_bytes() as u32))
 }
 
-/// Writes dQ of the warp's 16 queries: its own part, which is in shared memory, and the sums of the visits before.
+/// Writes dQ of the warp's 16 queries: its own part, which is in shared memory, plus the sums of earlier visits.
 #[cube]
 fn write_queries(
     grad_q: &mut [Vector<u32, Four>],
@@ -193,7 +192,7 @@ fn write_queries(
 ) {
     let lane = unit() % 32;
     let row = row / 16 * 16;
-    // Found again rather than kept: registers are short.
+    // Recomputed, because registers are short.
     let head = row / lengths.pitch;
     let sums = sums_of(chain, row, t) + u64::cast_from(lane * 16);
     for lower in 0..2u32 {
@@ -213,7 +212,7 @@ fn write_queries(
         }
         #[unroll]
         for i in 0..comptime!(t.dq_cols() / 32) {
-            // Eights of columns from the row's first on.
+            // Index of a vector of eight columns in the row.
             let eight =
                 chain.part * comptime!(t.dq_cols() as u32 / 8) + comptime!(4 * i as u32) + lane % 4;
             let exists = target.exists && eight < comptime!(t.dim as u32 / 8);

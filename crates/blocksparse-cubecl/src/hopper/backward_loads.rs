@@ -1,6 +1,6 @@
-//! Which tiles a cube of the fused backward kernel has, and their loads.
+//! The tiles of a cube in the fused backward kernel, and their loads.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -14,57 +14,57 @@ use crate::shared::own_rows::own_rows;
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Lengths {
-    /// Tiles of a head.
+    /// Tiles per head.
     pub tiles: u32,
-    /// Heads of keys, or shares of them, of all batch entries, that take turns in the order of cubes.
+    /// Heads of keys (of all batch entries, times shares) that alternate in the order of cubes.
     pub spread: u32,
-    /// Heads of keys.
+    /// Number of heads of keys.
     pub kv_heads: u32,
-    /// Query heads to a head of keys,
+    /// Query heads per head of keys.
     pub heads_per_kv: u32,
-    /// and those of them that a cube has.
+    /// Query heads per cube.
     pub heads_per_share: u32,
-    /// Batch entries.
+    /// Number of batch entries.
     pub batch: u32,
-    /// Keys.
+    /// Number of keys.
     pub seq_kv: u32,
-    /// Queries,
+    /// Number of queries.
     pub seq_q: u32,
-    /// and their places of a query head in the stats and the scratch.
+    /// Places per query head in the stats and the scratch.
     pub pitch: u32,
-    /// Eights of elements before dV.
+    /// Vector of eight elements at which dV begins.
     pub second: u32,
-    /// Counters there are; the one after them is that of tickets.
+    /// Number of counters. The counter of tickets comes after them.
     pub counters: u32,
-    /// The first tiles, which add dQ to sums of their own,
+    /// Number of first tiles, which add dQ to a second scratch.
     pub apart: u32,
-    /// and the places before these.
+    /// Row at which the second scratch begins.
     pub rows: u32,
 }
 
 /// A tile of keys.
 #[derive(CubeType, Clone, Copy)]
 pub struct OwnTile {
-    /// Its index, by falling work.
+    /// Its index in the order of decreasing work.
     pub rank: u32,
     pub kv_head: u32,
-    /// Which share of the query heads to that head.
+    /// Its share of the query heads of that head.
     pub share: u32,
     pub batch: u32,
-    /// Where its rows are: see [`own_rows`].
+    /// Location of its rows: see [`own_rows`].
     pub rows: u32,
-    /// Of the cube's first query head: the word of its first entry, and its steps.
+    /// Word of the first entry and number of steps, for the cube's first query head.
     pub entry: u32,
     pub steps: u32,
 }
 
-/// Heads of keys, or shares of them, of all batch entries.
+/// Number of heads of keys, times shares, of all batch entries.
 #[cube]
 fn heads_in_turn(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
     lengths.kv_heads * lengths.batch * comptime!(t.shares as u32)
 }
 
-/// The first query head of a share of those of a head of keys.
+/// Returns the first query head of a share of those of a head of keys.
 #[cube]
 pub fn first_head(lengths: &Lengths, kv_head: u32, share: u32, #[comptime] t: BackwardTile) -> u32 {
     let mut head = kv_head * lengths.heads_per_kv;
@@ -74,7 +74,7 @@ pub fn first_head(lengths: &Lengths, kv_head: u32, share: u32, #[comptime] t: Ba
     head
 }
 
-/// Query heads of a cube.
+/// Returns the number of query heads of a cube.
 #[cube]
 pub fn heads_of_cube(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
     let mut heads = lengths.heads_per_kv;
@@ -84,8 +84,8 @@ pub fn heads_of_cube(lengths: &Lengths, #[comptime] t: BackwardTile) -> u32 {
     heads
 }
 
-/// Tile `index` of the launch. Heads take turns: tiles of one head wait for each other, so few of them should run side by side;
-/// but those that do share what they read in the cache.
+/// Returns tile `index` of the launch. Heads alternate: tiles of one head wait for each other, so few of them should run at once, but those that do share
+/// what they read in the cache.
 #[cube]
 pub fn tile_of_launch(
     plan: &[u32],
@@ -122,10 +122,10 @@ pub fn tile_of_launch(
     }
 }
 
-/// Rank of a tile that there is not.
+/// Rank that marks no tile.
 pub const NONE: u32 = u32::MAX;
 
-/// Writes tile `index` to shared memory as the cube's `turn`-th: finding it takes five divisions and three dependent reads.
+/// Writes tile `index` to shared memory as the cube's `turn`-th, because finding it takes five divisions and three dependent reads.
 #[cube]
 pub fn cache_tile(
     plan: &[u32],
@@ -150,14 +150,14 @@ pub fn cache_tile(
     }
 }
 
-/// The cube's `turn`-th tile, as cached.
+/// Returns the cube's `turn`-th tile from shared memory.
 #[cube]
 pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile {
     let slot = base + comptime!(t.slots()) + (turn & 1) * 32;
     OwnTile {
         rank: shared_load(slot),
         kv_head: shared_load(slot + 4),
-        // Shares are of tiles that are a cube's only ones.
+        // A persistent cube has no shares.
         share: 0u32,
         batch: shared_load(slot + 8),
         rows: shared_load(slot + 12),
@@ -166,7 +166,7 @@ pub fn cached_tile(base: u32, turn: u32, #[comptime] t: BackwardTile) -> OwnTile
     }
 }
 
-/// The tile that a cube is at, if it is its only one.
+/// Returns the tile of a cube. If it is the cube's only one, it is found again instead of kept in registers.
 #[cube]
 pub fn current_tile(
     plan: &[u32],
@@ -190,7 +190,7 @@ pub fn current_tile(
     }
 }
 
-/// Where the keys of the cube's `turn`-th tile are, and behind them the values.
+/// Returns the address of the keys of the cube's `turn`-th tile, which its values follow.
 #[cube]
 pub fn own_address(base: u32, turn: u32, #[comptime] t: BackwardTile) -> u32 {
     let mut at = base + comptime!(t.k_offset() as u32);
@@ -210,13 +210,13 @@ pub fn wait_for_own(base: u32, turn: u32, #[comptime] t: BackwardTile) {
     }
 }
 
-/// Word of the record of a tile for a query head. All patterns rank tiles alike.
+/// Returns the word of the record of a tile for a query head. All patterns rank tiles in the same order.
 #[cube]
 pub fn record_of(plan: &[u32], parts: &PlanParts, heads_at: usize, head: u32, rank: u32) -> usize {
     parts.order + (plan[heads_at + head as usize] + rank) as usize * 4 + 1
 }
 
-/// Loads the keys and values of a tile, to where those of the cube's `turn`-th go.
+/// Loads the keys and values of a tile into the memory of the cube's `turn`-th tile.
 #[cube]
 pub fn load_tile(
     plan: &[u32],
@@ -235,7 +235,7 @@ pub fn load_tile(
         barrier_expect(bar, comptime!(2 * t.a_bytes()));
     }
     if unit % 32 == 0 {
-        // Dealt to the warps: lanes of one warp would wait for each other.
+        // Distributed over the warps, because lanes of one warp would wait for each other.
         let mut index = unit / 32;
         while index < comptime!(2 * t.a_boxes() as u32) {
             let boxes = comptime!(t.a_boxes() as u32);
@@ -264,7 +264,7 @@ pub fn load_tile(
     }
 }
 
-/// What loads are made of.
+/// Sources and targets of loads.
 #[derive(CubeType, Clone, Copy)]
 pub struct Loads {
     pub k: u64,
@@ -274,27 +274,27 @@ pub struct Loads {
     pub stats: u64,
     pub base: u32,
     pub class_len: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
 }
 
-/// The step that is loaded next.
+/// The next step to load.
 #[derive(CubeType)]
 pub struct Cursor {
-    /// Of its tile: the rank, the batch entry,
+    /// Rank and batch entry of its tile.
     pub rank: RuntimeCell<u32>,
     pub batch: RuntimeCell<u32>,
-    /// the query head, and the one after the tile's last.
+    /// Query head, and the end of the tile's query heads, exclusive.
     pub head: RuntimeCell<u32>,
     pub end: RuntimeCell<u32>,
     /// Word of the head's first entry.
     pub entry: RuntimeCell<usize>,
     pub j: RuntimeCell<u32>,
-    /// Steps of the head.
+    /// Number of steps of the head.
     pub steps: RuntimeCell<u32>,
-    /// Steps loaded so far, of all tiles.
+    /// Steps loaded so far, over all tiles.
     pub loaded: RuntimeCell<u32>,
-    /// Whether it is in the tile after the one that is computed.
+    /// Whether it belongs to the tile after the current one.
     pub ahead: RuntimeCell<u32>,
 }
 
@@ -333,8 +333,8 @@ pub fn skip_to_step(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime
     }
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free: of the tile that is computed, the cube's `turn`-th, or else
-/// of the one after it. All units call this together.
+/// Loads the cursor's step, if there is one, once its buffer is free. The step is of the current tile, the cube's `turn`-th, or else of the next one. All
+/// units must call it together.
 #[cube]
 pub fn load_next(
     plan: &[u32],
@@ -362,7 +362,7 @@ pub fn load_next(
         let stage = cursor.loaded.read() % comptime!(t.stages as u32);
         let parity = (cursor.loaded.read() / comptime!(t.stages as u32)) & 1;
         let full = loads.base + comptime!(t.full()) + stage * 8;
-        // Which of the step's boxes the unit loads: those of q, then of dO, then the stats.
+        // Index of the box that the unit loads: those of q come first, then dO, then the stats.
         let unit = unit();
         let index = unit / 32 + unit % 32 * comptime!(t.warps());
         if index < all {

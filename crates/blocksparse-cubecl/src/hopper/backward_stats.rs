@@ -1,6 +1,6 @@
-//! Before and after the fused backward kernel: what it needs of each query, and dQ from its sums.
+//! Kernels before and after the fused backward kernel: stats of each query, and dQ from its sums.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -10,9 +10,9 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Listing, Strides, position_of};
 use crate::shared::score::LOW;
 
-/// `stats[head, place] = (lse · log2 e, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what the kernel needs of the query at each place, and
-/// zeros in its counters. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic; places of no
-/// position get zeros. A unit has eight columns of a row, `lanes` units a row.
+/// Computes `stats[head, place] = (lse · log2 e, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each place, and zeros the counters. Rows
+/// without keys get lse and delta 0, so that no infinity enters the arithmetic. Places without a position get zeros. A unit has eight columns of a row, and
+/// a row has `lanes` units.
 #[cube(launch_unchecked)]
 pub fn stats(
     out: &[Vector<u32, Const<4>>],
@@ -63,7 +63,7 @@ pub fn stats(
         if exists {
             log = lse[out_row];
         }
-        // Half of the least number there is.
+        // Rows without keys have lse −∞.
         let none = log < f32::new(LOW);
         #[comptime]
         match grad_lse {
@@ -84,7 +84,7 @@ pub fn stats(
     }
 }
 
-/// As [`stats`], from those of a part before, which has positions in order, `known_pitch` of each head.
+/// Like [`stats`], from the stats of an earlier part, which lists positions in order with `known_pitch` per head.
 #[cube(launch_unchecked)]
 pub fn relist(
     known: &[Vector<f32, Const<2>>],
@@ -109,7 +109,7 @@ pub fn relist(
     }
 }
 
-/// Zeros the counters that begin at a row, and with the first row that of tickets.
+/// Zeros the counters that begin at a row and, with the first row, the counter of tickets.
 #[cube]
 fn clear(counters: &mut [u32], row: u32, rows: u32, #[comptime] t: BackwardTile) {
     let parts = comptime!(t.parts() as u32);
@@ -127,8 +127,8 @@ fn clear(counters: &mut [u32], row: u32, rows: u32, #[comptime] t: BackwardTile)
     }
 }
 
-/// dQ `[batch, heads, seq_q, dim]` from the sums: a unit makes eight columns of a row. Queries nobody visited get zeros. With
-/// `apart` the second sums are added to the first, with `carry` dQ to what is there.
+/// Computes dQ `[batch, heads, seq_q, dim]` from the sums. A unit computes eight columns of a row. Queries without visits get zeros. With `apart`, the
+/// second scratch is added to the first. With `carry`, dQ is added to the present values.
 #[cube(launch_unchecked)]
 pub fn finish(
     scratch: &[Vector<f32, Const<2>>],

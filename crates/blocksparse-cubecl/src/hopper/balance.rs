@@ -1,4 +1,4 @@
-//! How many cubes share the queries of a tile of keys, or the steps of a long tile, so that all multiprocessors of a device have work until the end.
+//! How many cubes share the queries of a tile of keys, or the steps of a long tile, so that all multiprocessors have work until the end.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -12,31 +12,30 @@ use crate::tensor::is_u32;
 use crate::tuning::TierLimit;
 use blocksparse::plan::{Mainloop, Tiling, tile_steps};
 
-/// What a cube takes before its first and after its last step, in steps.
+/// Overhead of a cube before its first and after its last step, in steps.
 const CUBE: usize = 1;
-/// What one takes whose sums go through memory in f32, written by it and read by the launch behind.
+/// Overhead of a cube whose sums go through memory in f32: the cube writes them and a later launch reads them.
 const SHARING_CUBE: usize = 5;
-/// What that launch takes.
+/// Overhead of that launch.
 const LAUNCH: usize = 2;
-/// Cubes are not equally fast: they wait for each other at the sums of dQ. The longest may take this part of its time longer, in which
-/// nobody helps.
+/// Cubes are not equally fast, because they wait for each other at the sums of dQ. The longest may take this fraction of its time longer, while the others
+/// are idle.
 const SLOWER: usize = 16;
-/// What sharing has to save.
+/// Least factor that sharing must save.
 const WORTHWHILE: f64 = 1.05;
-/// Where there are more tiles than this for each multiprocessor, as a rule no tile is a notable part of the pass, and the sums of all of
-/// them would take much memory.
+/// With more tiles than this per multiprocessor, usually no tile is a notable part of the pass, and the sums of all of them would take much memory.
 const MANY: usize = 8;
-/// The longest tile must be this part of the time of a mainloop at least to be shared.
+/// To be shared, the longest tile must take at least this fraction of the time of a mainloop.
 const NOTABLE: usize = 20;
 
-/// The cubes that share each tile: a divisor of the query heads to a head of keys, 1 if a cube has them all.
+/// Returns the number of cubes that share each tile: a divisor of the query heads per head of keys, 1 for no sharing.
 pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     let (layout, request) = (part.layout, part.request);
     let heads_per_kv = layout.heads() / request.kv_heads;
     let multiprocessors = multiprocessors(part.properties);
     let heads_of_keys = request.batch * request.kv_heads;
     let tiles = layout.seq_kv().div_ceil(tile.rows());
-    // A cube that computes tile after tile has none of its own.
+    // Tiles of a persistent cube cannot be shared.
     if part.limit == TierLimit::HopperAlone
         || heads_per_kv == 1
         || tile.persistent
@@ -61,21 +60,21 @@ pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     best.1
 }
 
-/// Two mainloops, if they should be faster than the fused pass because that would wait for a long tile, whose steps cubes share in the mainloops. Where all tiles are
-/// alike these take `gain` times the time of the fused pass.
+/// Returns two mainloops, if they should be faster than the fused pass. That is so if the fused pass would wait for a long tile, whose steps cubes can
+/// share in the mainloops. If all tiles are alike, the mainloops take `gain` times the time of the fused pass.
 pub(super) fn faster_mainloops(
     part: &PartRequest,
     fused: &BackwardTile,
     gain: f64,
     mainloops: impl FnOnce() -> [MainloopPlan; 2],
 ) -> Option<[MainloopPlan; 2]> {
-    /// What is about as fast stays as it is.
+    /// Least factor of speed for which mainloops replace the fused pass.
     const FASTER: f64 = 1.15;
-    /// Products that a mainloop makes of all that both make.
+    /// Fraction of the products that each mainloop computes.
     const PRODUCTS: [f64; 2] = [3.0 / 7.0, 4.0 / 7.0];
     let multiprocessors = multiprocessors(part.properties);
     let turns = turns(part, Mainloop::Columns);
-    // Where nobody may share them, two mainloops wait for long tiles, too.
+    // Without sharing, two mainloops wait for long tiles too.
     if part.limit == TierLimit::HopperAlone
         || !may_be_notable(part, fused.tiling, turns, multiprocessors)
     {
@@ -100,8 +99,8 @@ pub(super) fn faster_mainloops(
     (time > FASTER * gain * of_mainloops).then_some(mainloops)
 }
 
-/// Whether a tile of `turns` query heads may be a notable part of a mainloop, before steps are counted: the longest sees everything, and there are as many steps
-/// as computing nothing but the blocks would take at least.
+/// Whether a tile of `turns` query heads may be a notable part of a mainloop. An estimate without counting steps: the longest tile attends to everything,
+/// and the number of steps is at least what the blocks alone would take.
 fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usize) -> bool {
     let layout = part.layout;
     let [_, others] = tiling.mainloop.lengths(layout);
@@ -110,10 +109,10 @@ fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usiz
     turns * others.div_ceil(tiling.cols) * NOTABLE * places >= pairs / (tiling.rows * tiling.cols)
 }
 
-/// What there is to do.
+/// Work of the fused pass.
 struct Work<'a> {
     part: &'a PartRequest<'a>,
-    /// Steps of the tiles of each pattern, those with most steps in all patterns first.
+    /// Steps of the tiles of each pattern, ordered by decreasing steps over all patterns.
     steps: Vec<Vec<usize>>,
 }
 
@@ -130,9 +129,9 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Whether a tile has several times the steps of the usual one.
+    /// Whether a tile has several times the mean number of steps.
     fn has_long_tiles(&self) -> bool {
-        /// Under a causal mask the first tile has twice the steps of the mean, and is none.
+        /// Under a causal mask, the first tile has twice the mean number of steps, and is not long.
         const SEVERAL: usize = 4;
         let is_long = |steps: &Vec<usize>| {
             let all: usize = steps.iter().sum();
@@ -142,7 +141,7 @@ impl<'a> Work<'a> {
         self.steps.iter().any(is_long)
     }
 
-    /// Steps of all cubes.
+    /// Returns the number of steps of all cubes.
     fn all_steps(&self) -> usize {
         let layout = self.part.layout;
         let sums: Vec<usize> = self.steps.iter().map(|steps| steps.iter().sum()).collect();
@@ -153,8 +152,8 @@ impl<'a> Work<'a> {
         (0..self.part.request.batch).map(of_entry).sum()
     }
 
-    /// The time until the last cube ends, in steps, with so many cubes to each tile and one cube at a time on each multiprocessor. Cubes
-    /// begin in the order of the launch.
+    /// Returns the time until the last cube ends, in steps, with `shares` cubes per tile and one cube at a time on each multiprocessor. Cubes start in
+    /// launch order.
     fn time(&self, shares: usize, multiprocessors: usize) -> usize {
         let (layout, request) = (self.part.layout, self.part.request);
         let (batch, kv_heads) = (request.batch, request.kv_heads);
@@ -191,11 +190,11 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Cubes that run so many at a time, begun in the order in which they are added.
+/// Simulates cubes of which a fixed number run at a time, started in the order in which they are added.
 struct Schedule {
-    /// When each place is free.
+    /// Times at which the places become free.
     free: BinaryHeap<Reverse<usize>>,
-    /// When the last cube ends.
+    /// Time at which the last cube ends.
     last: usize,
 }
 
@@ -214,12 +213,12 @@ impl Schedule {
     }
 }
 
-/// Sums that a unit of the launch behind such a mainloop reads one after the other in the time of a step. A guess.
+/// Sums that a unit of the later launch reads in sequence in the time of a step. A guess.
 const READ_IN_A_STEP: usize = 8;
-/// Elements of the sums of shared tiles, at most: 256 MiB.
+/// Largest number of elements of the sums of shared tiles: 256 MiB.
 const MOST_SUMS: usize = 1 << 26;
 
-/// The tiles of a mainloop whose steps cubes share, and how many cubes.
+/// Returns the tiles of a mainloop whose steps cubes share, and how many cubes.
 pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile) -> LongTiles {
     // Steps of layouts that a device chooses are not known here.
     if part.limit == TierLimit::HopperAlone || part.layout.device_choice().is_some() {
@@ -252,7 +251,7 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile) -> LongTiles {
     best.1
 }
 
-/// Query heads of a tile.
+/// Returns the query heads per tile.
 fn turns(part: &PartRequest, mainloop: Mainloop) -> usize {
     match mainloop {
         Mainloop::Rows => 1,
@@ -260,24 +259,24 @@ fn turns(part: &PartRequest, mainloop: Mainloop) -> usize {
     }
 }
 
-/// Cubes of a mainloop that a device runs at a time.
+/// Returns the cubes of a mainloop that a device runs at a time.
 fn places(part: &PartRequest, tile: &MainloopTile) -> usize {
-    /// Units with as many registers as a unit can have.
+    /// Units of a multiprocessor with the most registers per unit.
     const UNITS: usize = 256;
-    /// Shared memory that the system takes of each cube.
+    /// Shared memory that the system reserves per cube.
     const SYSTEM: usize = 1024;
     let hardware = &part.properties.hardware;
     let of_memory = (hardware.max_shared_memory_size + SYSTEM) / (tile.shared_bytes() + SYSTEM);
     multiprocessors(part.properties) * of_memory.min(UNITS / tile.units()).max(1)
 }
 
-/// The heads that a mainloop is launched for.
+/// The heads of a mainloop's launch.
 struct Heads {
-    /// Tiles of a head.
+    /// Tiles per head.
     tiles: usize,
-    /// Steps of tiles, in the order of the launch, for each list of patterns that a head's query heads have.
+    /// Steps of tiles in launch order, for each distinct list of patterns of a head's query heads.
     steps: Vec<Vec<usize>>,
-    /// Which of these each has, of all batch entries.
+    /// Index into `steps` of each head, over all batch entries.
     of_launch: Vec<usize>,
 }
 
@@ -301,7 +300,7 @@ impl Heads {
                     .collect();
                 let steps = &mut heads.steps;
                 let index = *known.entry(patterns).or_insert_with_key(|patterns| {
-                    // The tiles of the first one's pattern are in order.
+                    // Tiles are ordered by the pattern of the first query head.
                     let first = &of_patterns[patterns[0]];
                     let mut ranked: Vec<usize> = (0..tiles).collect();
                     ranked.sort_by_key(|&tile| Reverse(first[tile]));
@@ -315,7 +314,7 @@ impl Heads {
         heads
     }
 
-    /// The most steps that the tile of a rank has in any head.
+    /// Returns the most steps that the tile of a rank has in any head.
     fn longest(&self, rank: usize) -> usize {
         let of_rank = self.steps.iter().filter_map(|steps| steps.get(rank));
         of_rank.copied().max().unwrap_or(0)
@@ -326,7 +325,7 @@ impl Heads {
         self.of_launch.iter().map(|&index| sums[index]).sum()
     }
 
-    /// The time until the last cube ends, in steps, with so many cubes at a time.
+    /// Returns the time until the last cube ends, in steps, with `places` cubes at a time.
     fn time(&self, long: LongTiles, places: usize) -> usize {
         let mut schedule = Schedule::new(places);
         for &index in &self.of_launch {

@@ -1,4 +1,4 @@
-//! What the comptime shapes of all kernels have.
+//! Compile-time shape that the tiles of all kernels share.
 
 use std::fmt;
 
@@ -7,35 +7,35 @@ use crate::call::{PartRequest, ScoreKind};
 use crate::shared::own_rows::OwnShape;
 use blocksparse::plan::{Mainloop, Tiling};
 
-/// Rows of a warpgroup.
+/// Rows per warpgroup.
 pub(super) const GROUP_ROWS: usize = 64;
 
-/// What all tiles have: the comptime shapes of kernels, keys in the cache of compiled ones.
+/// Compile-time shape that all tiles share, part of the key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Base {
-    /// Type of the tensors.
+    /// Element type of the tensors.
     pub half: Half,
-    /// Width of queries and keys in elements of 16 bits, a multiple of 8.
+    /// Width of queries and keys in 16-bit elements, a multiple of 8.
     pub dim: usize,
-    /// Warpgroups: 1 or 2.
+    /// Number of warpgroups: 1 or 2.
     pub warpgroups: usize,
-    /// Consecutive positions an entry names.
+    /// Consecutive positions per entry.
     pub group: usize,
-    /// Steps, or products, whose operands are in shared memory at a time.
+    /// Steps (or products) whose operands are in shared memory at a time.
     pub stages: usize,
-    /// How many of them late a buffer is filled again: with 1 a warp may have to wait for the other warpgroup.
+    /// Number of steps after which a used buffer is refilled. With 1, a warp may have to wait for the other warpgroup.
     pub lag: usize,
-    /// What scores are besides scaled products.
+    /// Options of scores besides scaled products.
     pub score: ScoreKind,
-    /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
+    /// Whether groups of eight keys of the bias are contiguous and 16-byte aligned.
     pub wide_bias: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
-    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
+    /// Whether the kernel continues from the outputs of an earlier part of the pattern.
     pub carry: bool,
-    /// The size of blocks, where a step is one coarse entry with bits of them.
+    /// Block size, if a step is one coarse entry with a bit per block.
     pub coarse: Option<usize>,
-    /// How the layout is cut: rows of a tile, 64 or 128, and columns of a step.
+    /// Tiling of the launch plan: rows per tile, 64 or 128, and columns per step.
     pub tiling: Tiling,
 }
 
@@ -48,7 +48,7 @@ impl std::ops::Deref for Base {
 }
 
 impl Base {
-    /// Of a part, with 64 rows to a warpgroup: warpgroups, columns of a step, stages, and how late buffers are filled again.
+    /// Returns the shape of a part with 64 rows per warpgroup. The list has the numbers of warpgroups, columns per step and stages, and the lag of refills.
     pub(super) fn new(
         part: &PartRequest,
         (half, dim): (Half, usize),
@@ -71,7 +71,7 @@ impl Base {
         }
     }
 
-    /// With tiles of like blocks, or not.
+    /// Sets whether a tile's rows are gathered from blocks with similar patterns.
     pub(super) fn clustered(self, clustered: bool) -> Self {
         Self {
             tiling: Tiling {
@@ -82,7 +82,7 @@ impl Base {
         }
     }
 
-    /// With coarse entries of such blocks.
+    /// Sets coarse entries for this block size.
     pub(super) fn coarse(self, block: usize) -> Self {
         Self {
             group: self.cols,
@@ -96,7 +96,7 @@ impl Base {
         }
     }
 
-    /// Whether layouts of this block size can be cut so.
+    /// Whether layouts of this block size can have this tile.
     pub fn fits(&self, block: usize) -> bool {
         [self.rows(), self.cols]
             .iter()
@@ -105,12 +105,12 @@ impl Base {
             && (self.coarse).is_none_or(|_| self.tiling.may_be_coarse(block))
     }
 
-    /// Rows of a tile.
+    /// Rows per tile.
     pub fn rows(&self) -> usize {
         self.tiling.rows
     }
 
-    /// Units of a cube.
+    /// Units per cube.
     pub fn units(&self) -> usize {
         128 * self.warpgroups
     }
@@ -124,12 +124,12 @@ impl Base {
         self.dim.div_ceil(ROW_ELEMENTS)
     }
 
-    /// Entries of a step.
+    /// Entries per step.
     pub(super) fn entries(&self) -> usize {
         self.cols / self.group
     }
 
-    /// Of products of own rows with a step's columns.
+    /// Returns the shape of products of own rows with a step's columns.
     pub(super) fn scores(&self, depth: usize) -> ProductShape {
         ProductShape {
             half: self.half,
@@ -148,12 +148,12 @@ impl Base {
         }
     }
 
-    /// Whether columns are queries and rows keys, and not the other way round.
+    /// Whether rows are keys and columns queries.
     pub(super) fn columns(&self) -> bool {
         self.mainloop == Mainloop::Columns
     }
 
-    /// Blocks of a row of a step, where entries are coarse.
+    /// Blocks per row of a step, if entries are coarse.
     pub(super) fn coarse_blocks(&self) -> Option<usize> {
         self.coarse.map(|block| self.cols / block)
     }
@@ -163,7 +163,7 @@ impl Base {
         registers(self.dim)
     }
 
-    /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
+    /// Rows per box of the tile's own rows. All positions of a box are in one class and one block.
     pub(super) fn a_group(&self) -> usize {
         match self.residue || self.clustered {
             true => self.rows().min(self.group),
@@ -186,7 +186,7 @@ impl Base {
         self.cols * self.spans() * ROW
     }
 
-    /// As plans print it, with the shared memory of a cube.
+    /// Writes its description in printed plans, with the shared memory of a cube.
     pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>, shared_bytes: usize) -> fmt::Result {
         let of_blocks = match (self.coarse, self.clustered) {
             (Some(block), _) => format!("with bits of {block}-wide blocks"),
@@ -208,12 +208,12 @@ impl Base {
     }
 }
 
-/// Registers of a unit's sums of so many columns: those of whole 32, of which a unit stores 16 bytes.
+/// Returns the registers of a unit's sums of `columns` columns, for whole groups of 32 columns, of which a unit stores 16 bytes.
 pub(super) fn registers(columns: usize) -> usize {
     (columns / 2).next_power_of_two().max(16)
 }
 
-/// A tile has what its base has.
+/// Makes tiles dereference to their base.
 macro_rules! with_base {
     ($($tile:ident),*) => {$(
         impl std::ops::Deref for $tile {

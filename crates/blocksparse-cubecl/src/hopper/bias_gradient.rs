@@ -1,23 +1,23 @@
-//! The gradient of a given bias, pair by pair. A cube has a tile of pairs, that is a step of a tile of queries, keeps the sums of its gradients
-//! in registers, and goes through all batch entries and heads that share the bias: the *members*.
+//! The gradient of a bias tensor, pair by pair. A cube has a tile of pairs, which is one step of a tile of queries. It keeps the sums of the pairs'
+//! gradients in registers, and loops over all batch entries and heads that share the bias: the *members*.
 //!
 //! ```text
-//! s  = q · kᵀ      p  = exp2(s · log2_scale − lse)        of one member after the other
+//! s  = q · kᵀ      p  = exp2(s · log2_scale − lse)        member after member
 //! dp = dO · vᵀ     sums += p ∘ (dp − delta)
 //!
-//! at first:        the bias of each unit's pairs, to shared memory: all members have the same
+//! start:           copy the bias of each unit's pairs to shared memory, since all members have the same
 //! all warps  TMA:  q and k, then dO and v, of the member after the next one
 //! every warpgroup, per member:
 //!     s, dp        wgmma, both started
-//!     s done:      its operands' place is free; p, in registers, while dp is computed
-//!     dp done:     sums
+//!     s done:      free the stage of its operands; compute p in registers, while dp is computed
+//!     dp done:     add to the sums
 //! ```
 //!
-//! The operands of one product are a stage. Queries and keys are those of all members, so the loads differ in head and batch entry only. Every
-//! number of the gradient has one writer, which sums in the order of batch entries and heads. Heads of other patterns than the launch's are left
-//! out: each pattern has a launch, and the later ones add to what is there.
+//! The operands of one product are a stage. All members have the same queries and keys, so the loads differ in head and batch entry only. Every element of
+//! the gradient has one writer, which sums in the order of batch entries and heads. Heads with other patterns than the launch's are skipped: each pattern
+//! has a launch, and later launches add to the present values.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -35,25 +35,25 @@ use crate::shared::addressing::{PlanParts, Schedule, batch_of, head_of};
 use crate::shared::own_rows::{own_place, own_rows};
 use crate::shared::score::ScoreScalars;
 
-/// No pattern, or no tile.
+/// Marks no pattern, or no tile.
 pub const NONE: u32 = u32::MAX;
 
-/// What shares a bias, and lengths of a launch.
+/// Numbers of members, and lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Sharing {
-    /// Batch entries that share a number of the gradient,
+    /// Batch entries that share an element of the gradient.
     pub batches: u32,
-    /// and heads.
+    /// Heads that share an element of the gradient.
     pub heads: u32,
-    /// Heads of the call.
+    /// Number of heads of the call.
     pub all_heads: u32,
-    /// Query heads to a head of keys.
+    /// Query heads per head of keys.
     pub heads_per_kv: u32,
-    /// Places of a head in the stats.
+    /// Places per head in the stats.
     pub pitch: u32,
-    /// Tiles of a head.
+    /// Tiles per head.
     pub tiles: u32,
-    /// The first tile record of the cube's pattern, or [`NONE`]: that of the cube's own head.
+    /// First tile record of the launch's pattern, or [`NONE`] for that of the cube's own head.
     pub pattern: u32,
 }
 
@@ -64,20 +64,20 @@ struct Members {
     end_batch: u32,
     first_head: u32,
     end_head: u32,
-    /// The first head's head of keys, and its number among those that have that one.
+    /// The first head's head of keys, and its index among the query heads of that one.
     first_key: u32,
     first_of_key: u32,
     heads_per_kv: u32,
-    /// The first tile record of their pattern.
+    /// First tile record of their pattern.
     record: u32,
 }
 
-/// One of the members, or the end: the batch entry behind the last one.
+/// One of the members. At the end, its batch entry is past the last one.
 #[derive(CubeType)]
 struct Member {
     batch: RuntimeCell<u32>,
     head: RuntimeCell<u32>,
-    /// Its head of keys, and its number among those that have that one.
+    /// Its head of keys, and its index among the query heads of that one.
     key: RuntimeCell<u32>,
     of_key: RuntimeCell<u32>,
 }
@@ -115,7 +115,7 @@ fn step(members: &Members, member: &Member) {
     }
 }
 
-/// Moves on to the next member that has the pattern, or to the end. Without `several` patterns all have it.
+/// Advances to the next member with the launch's pattern, or to the end. Unless there are `several` patterns, all members have it.
 #[cube]
 fn skip_others(
     plan: &[u32],
@@ -131,7 +131,7 @@ fn skip_others(
     }
 }
 
-/// Whether there is a member and it has another pattern.
+/// Whether the member exists and has another pattern.
 #[cube]
 fn is_other(plan: &[u32], parts: &PlanParts, members: &Members, member: &Member) -> bool {
     let mut other = false.runtime();
@@ -142,8 +142,8 @@ fn is_other(plan: &[u32], parts: &PlanParts, members: &Members, member: &Member)
     other
 }
 
-/// `q`, `k`, `v`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
-/// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place; `gradient` of the bias's shape. The grid is
+/// `q`, `k`, `v` and `grad_out` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. `stats` is
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place. `gradient` has the bias's shape. The grid is
 /// `[steps of the pattern, heads of the bias, its batch entries]`.
 #[cube(launch_unchecked)]
 pub fn bias_gradient<S: Size, P: Size>(
@@ -199,7 +199,7 @@ pub fn bias_gradient<S: Size, P: Size>(
         shared_store(base, NONE);
     }
     sync_cube();
-    // The steps of a pattern's tiles follow each other; the one that has the cube's is looked for by all units.
+    // The steps of a pattern's tiles are consecutive. All units search for the tile that has the cube's step.
     let records = parts.tiles + record as usize * 3;
     let per_step = comptime!(t.entries() as u32);
     let step_entry = plan[records] + CUBE_POS_X * per_step;
@@ -255,7 +255,7 @@ pub fn bias_gradient<S: Size, P: Size>(
         let b_desc = descriptor(stages + comptime!(t.a_bytes() as u32), 16usize);
         let width = S::value();
 
-        // The same for all members.
+        // The bias is the same for all members.
         let own_bias = base
             + comptime!(t.bias_offset() as u32)
             + warp / 4 * comptime!(t.bias_bytes() as u32)
@@ -283,7 +283,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             let second = (done + 1) % comptime!(t.stages as u32);
             let dp_started = start::<S>(base, a_desc, b_desc, done + 1, t);
             load_next(plan, parts, &members, &loads, &own, &cursor, t);
-            // On their way while this member is computed.
+            // These loads are in flight while this member is computed.
             step(&members, &member);
             skip_others(plan, parts, &members, &member, t.several);
             let next_upper = stats_of(stats, &members, &sharing, &member, places.upper);
@@ -369,7 +369,7 @@ fn stats_of(
     QueryStats { lse, delta }
 }
 
-/// Starts the `done`-th product, of the stage that has its operands.
+/// Starts product `done`, whose operands are in its stage.
 #[cube]
 fn start<S: Size>(
     base: u32,
@@ -385,7 +385,7 @@ fn start<S: Size>(
     product::<S>(a_desc + offset, b_desc + offset, comptime!(t.scores(t.dim)))
 }
 
-/// What loads are made of.
+/// Sources and targets of loads.
 #[derive(CubeType, Clone, Copy)]
 struct Loads {
     q: u64,
@@ -396,12 +396,12 @@ struct Loads {
     class_len: u32,
 }
 
-/// Which of a product's boxes the unit loads.
+/// The unit's box of each product.
 #[derive(CubeType, Clone, Copy)]
 struct OwnBox {
-    /// More than there are: none.
+    /// Index of the box. None if it exceeds the number of boxes.
     index: u32,
-    /// Where it goes, from the stage's beginning on.
+    /// Offset of the target in the stage.
     offset: u32,
     span: u32,
     place: u32,
@@ -444,13 +444,13 @@ fn box_of(
 #[derive(CubeType)]
 struct Cursor {
     member: Member,
-    /// Whether it is dp's.
+    /// Whether it is dp.
     second: RuntimeCell<u32>,
     /// Products loaded so far.
     loaded: RuntimeCell<u32>,
 }
 
-/// Loads the cursor's operands, if there are any, once their place is free. All units call this together.
+/// Loads the cursor's operands, if there are any, once their stage is free. All units must call it together.
 #[cube]
 fn load_next(
     plan: &[u32],

@@ -1,4 +1,4 @@
-//! The bias of a tile of pairs, which all that share it read again and again.
+//! The bias of a tile of pairs, kept in shared memory because all members read it.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,7 @@ use super::rows::pack_all;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, PlanWords};
 
-/// Keeps the bias of the unit's pairs in shared memory, at a place of its own: all members share it.
+/// Stores the bias of the unit's pairs in shared memory, in a slot of its own. All members share it.
 #[cube]
 pub fn keep_bias<S: Size, P: Size>(
     own_bias: u32,
@@ -30,11 +30,11 @@ pub fn keep_bias<S: Size, P: Size>(
         of.entry,
         comptime!(t.only_bias()),
     );
-    // Its numbers are of that type, so nothing is rounded.
+    // The bias has that type, so nothing is rounded.
     store_own::<P>(pack_all::<S, P>(bias, t.half), own_bias);
 }
 
-/// Adds the bias that was kept to scores, which are products still unless something made scores of them.
+/// Adds the stored bias to scores. Scales them first, if they are still plain products.
 #[cube]
 pub fn add_kept_bias<S: Size>(
     s_in: Vector<f32, S>,

@@ -1,4 +1,4 @@
-//! Launches of the gradient of a given bias.
+//! Launches of the gradient of a bias tensor.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -20,16 +20,16 @@ use crate::tensor::factors;
 use blocksparse::BlockLayout;
 use blocksparse::plan::Mainloop;
 
-/// What makes the gradient of a given bias.
+/// Tiles of the gradient of a bias tensor.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasTiles {
-    /// Pair by pair,
+    /// Tile of gradients pair by pair.
     pub pairs: PairTile,
-    /// or, where all queries share a row, key by key, unless that is not taken.
+    /// Tile of gradients key by key, used if all queries share a row of the bias, or why it is refused.
     pub keys: Result<MainloopTile, &'static str>,
 }
 
-/// Adds a part's gradient of a bias that has a number for each pair: one launch, or one for each pattern where heads of several share numbers.
+/// Adds a part's gradient of a bias with an element per pair. It is one launch, or one per pattern if heads with different patterns share elements.
 ///
 /// # Errors
 /// As `check`.
@@ -65,8 +65,8 @@ pub fn launch_bias_pairs(
         tile.base.carry |= index > 0;
         tile.several = pattern.is_some();
         for slice in Slice::whole(own_batches, own_heads).cut(client) {
-            // SAFETY: a cube computes a step that the plan has; TMA reads nothing beyond its maps; numbers are written at positions below the
-            // lengths of queries and keys, and the buffers have the lengths they say (see `buffer`).
+            // SAFETY: a cube computes a step of the plan. TMA reads nothing beyond its maps. Elements are written at positions below the lengths of queries
+            // and keys. The buffers have the stated lengths (see `buffer`).
             unsafe {
                 bias_gradient::launch_unchecked(
                     client,
@@ -100,8 +100,8 @@ pub fn launch_bias_pairs(
     Ok(())
 }
 
-/// The patterns that have a launch each; `None`: one launch, in which a cube has the pattern of its own head, because all that share its
-/// numbers have that one.
+/// Returns the patterns with a launch each. `None` means one launch, in which a cube has the pattern of its own head, because all heads that share its
+/// elements have that pattern.
 fn patterns(
     [own_batches, own_heads, ..]: [usize; 4],
     layout: &BlockLayout,
@@ -115,8 +115,8 @@ fn patterns(
     }
 }
 
-/// Adds a part's gradient of a bias whose rows all queries share: sums over the queries of each key and head by a loop over columns, and then
-/// those over batch entries and heads that share the bias.
+/// Adds a part's gradient of a bias whose row all queries share. A loop over columns sums over the queries of each key and head, and a second launch sums
+/// over batch entries and heads that share the bias.
 ///
 /// # Errors
 /// As `check`.
@@ -133,12 +133,12 @@ pub fn launch_bias_keys(
     let stats = stats::make(pass, wanted)?;
     let sums = request.batch * heads * keys;
     let numbers = KernelError::check_u32("the keys of all heads", sums)?;
-    // Sixteen bytes at a time, as gradients are written.
+    // Gradients are written 16 bytes at a time.
     let partial = client.empty(sums.next_multiple_of(4) * 4);
     let operands = Operands {
         out: &partial,
         heads,
-        // Numbers in f32, of which a vector has four.
+        // Counted in 16-bit elements: a vector has 8 of them, or 4 in f32.
         elements: sums.div_ceil(4) * 8,
         ..pass.operands(Mainloop::Columns)
     };
@@ -150,7 +150,7 @@ pub fn launch_bias_keys(
         client,
         (bias.elements() as u64).div_ceil(u64::from(SUM_UNITS)),
     )?;
-    // SAFETY: a unit reads the sums of its key, of all heads that share it, and the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads the sums of its key in all heads that share it. The buffers have the stated lengths (see `buffer`).
     unsafe {
         add_members::launch_unchecked(
             client,
@@ -167,10 +167,10 @@ pub fn launch_bias_keys(
     Ok(())
 }
 
-/// Units of a cube of [`add_members`].
+/// Units per cube of [`add_members`].
 const SUM_UNITS: u32 = 128;
 
-/// Adds the sums of each key, `[batch, heads, keys]`, over `batches` and `heads` that share a bias, to `out` `[own batches, own heads, keys]`.
+/// Adds the sums of each key, `[batch, heads, keys]`, over the `batches` and `heads` that share a bias, to `out` `[own batches, own heads, keys]`.
 #[cube(launch_unchecked)]
 fn add_members(
     partial: &[f32],
@@ -184,7 +184,7 @@ fn add_members(
     if at < out.len() as u32 {
         let key = at % keys;
         let outer = at / keys;
-        // Of both one is 1.
+        // One of the two factors is 1.
         let all_heads = own_heads * heads;
         let first_batch = outer / own_heads * batches;
         let first_head = outer % own_heads * heads;

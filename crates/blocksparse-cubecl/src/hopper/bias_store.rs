@@ -1,4 +1,4 @@
-//! How the sums of a tile of pairs get to the gradient of a bias.
+//! Stores of the sums of a tile of pairs to the gradient of a bias.
 
 use cubecl::prelude::*;
 
@@ -9,7 +9,7 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::PlanWords;
 use blocksparse::plan::EMPTY;
 
-/// Whose sums they are: the first batch entry and head that share them, and the word of the step's first entry.
+/// Location of the sums: the first batch entry and head that share them, and the word of the step's first entry.
 #[derive(CubeType, Clone, Copy)]
 pub struct PairPlace {
     pub batch: u32,
@@ -17,7 +17,7 @@ pub struct PairPlace {
     pub entry: usize,
 }
 
-/// Writes the tile's sums, or adds them to what is there. Entries that only fill up a step stand for others' pairs.
+/// Writes the tile's sums, or adds them to the present values. Padding entries of a step duplicate other pairs and are skipped.
 #[cube]
 pub fn store_pairs<S: Size>(
     gradient: &mut [f32],
@@ -29,7 +29,7 @@ pub fn store_pairs<S: Size>(
     #[comptime] t: PairTile,
 ) {
     let pairs = &args.as_ref().unwrap().pairs;
-    // Strides are those of the bias, in bytes of half precision.
+    // Strides are those of the bias, in bytes of half precision. The gradient is in f32.
     let at =
         u64::cast_from(to.batch) * pairs.bias_batch + u64::cast_from(to.head) * pairs.bias_head;
     let begin = global_address::<f32>(&*gradient) + at * 2u64;
@@ -44,7 +44,7 @@ pub fn store_pairs<S: Size>(
     }
     let mut before = Vector::<f32, S>::zeroed();
     if comptime!(t.carry) {
-        // All of them first: each store that came between would be waited for.
+        // Load all of them first, because loads would wait for stores in between.
         #[unroll]
         for eight in 0..comptime!(t.cols / 8) {
             let col = column_of(plan, to.entry, eight, stride, t);
@@ -76,7 +76,7 @@ pub fn store_pairs<S: Size>(
     }
 }
 
-/// The position of the unit's first of two columns in an eight, or beyond every sequence if its entry only fills up the step.
+/// Returns the position of the unit's first of two columns in a group of eight. For padding entries it is beyond every sequence.
 #[cube]
 fn column_of(
     plan: &PlanWords,
@@ -96,7 +96,7 @@ fn column_of(
     )
 }
 
-/// The two elements of a row at columns `col` and `col + stride`, 0 from column `end` on.
+/// Loads the two elements of a row at columns `col` and `col + stride`, with 0 from column `end` on.
 #[cube]
 fn load_two(
     row: u64,
@@ -129,20 +129,20 @@ fn store_two(row: u64, col: u32, stride: u32, end: u32, x: f32, y: f32, #[compti
 }
 
 instructions! {
-    /// Two numbers at an address, or 0 unless `index < end`.
+    /// Loads two numbers, or 0 unless `index < end`.
     fn load_pair(address: u64, index: u32, end: u32) -> Vector<f32, Const<2>> =
         "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; \
         @p ld.global.v2.f32 {o}, [{address}]; }}";
 
-    /// A number at an address, or 0 unless `index < end`.
+    /// Loads a number, or 0 unless `index < end`.
     fn load_single(address: u64, index: u32, end: u32) -> f32 =
         "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; mov.f32 {o}, 0f00000000; @p ld.global.f32 {o}, [{address}]; }}";
 
-    /// Writes two numbers if `index < end`.
+    /// Stores two numbers if `index < end`.
     fn store_pair(address: u64, index: u32, end: u32, x: f32, y: f32) =
         "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; @p st.global.v2.f32 [{address}], {{{x}, {y}}}; }}";
 
-    /// Writes a number if `index < end`.
+    /// Stores a number if `index < end`.
     fn store_single(address: u64, index: u32, end: u32, x: f32) =
         "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; @p st.global.f32 [{address}], {x}; }}";
 }

@@ -1,14 +1,14 @@
-//! The bits of coarse entries: which blocks of a step a warp's rows keep.
+//! Bits of coarse entries: which blocks of a step a warp's rows attend to.
 //!
-//! A warp has 16 rows of a tile, and so rows of one block where blocks are 16 or wider: what it keeps of a step is the same for all its
-//! units, and one read of a word says it, before any score is there.
+//! A warp has 16 rows of a tile, and so rows of one block if blocks are 16 or wider. Its bits are the same for all its units, and one load gets them before
+//! any score is computed.
 
 use cubecl::prelude::*;
 
 use super::base::Base;
 use crate::arch::sm90::{uniform, unit};
 
-/// The bits of the warp's row of blocks, the first block's lowest, of the entry at word `entry`; all where entries have none.
+/// Returns the bits of the warp's row of blocks in the entry at word `entry`, the first block in the lowest bit. Returns 0 if entries are not coarse.
 #[cube]
 pub fn kept_blocks(plan: &[u32], entry: usize, #[comptime] t: Base) -> u32 {
     let mut kept = 0u32;
@@ -20,7 +20,7 @@ pub fn kept_blocks(plan: &[u32], entry: usize, #[comptime] t: Base) -> u32 {
     kept
 }
 
-/// Whether the `block`-th of [`kept_blocks`] is kept.
+/// Whether bit `block` of [`kept_blocks`] is set.
 #[cube]
 pub fn keeps(kept: u32, #[comptime] block: usize) -> bool {
     kept & comptime!(1u32 << block) != 0

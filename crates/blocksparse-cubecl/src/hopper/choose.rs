@@ -1,4 +1,4 @@
-//! Which tile a call gets.
+//! The choice of a tile.
 
 use cubecl::ir::features::Tma;
 
@@ -19,24 +19,22 @@ use crate::tuning::{TierLimit, Tuning};
 use blocksparse::plan::{Grouping, Mainloop, NarrowCosts, has_long_tiles};
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
 
-/// In the fused backward pass mainloops are short where a tile has fewer steps than this on average: then what a tile begins
-/// and ends with is much of its time.
+/// Mean number of steps per tile below which a mainloop of the fused backward pass is short: then the prologue and epilogue of a tile take much of its time.
 const SHORT_MAINLOOP: f64 = 12.0;
 
-/// The least width. What is beyond a row's is filled up with zeros to multiples of 64 columns, and narrower rows would be more zeros than
-/// numbers.
+/// Least width. Rows are padded with zeros to multiples of 64 columns, and narrower rows would have more padding than elements.
 const LEAST: usize = 40;
 
-/// The widths between which tiles have the same shapes.
+/// Upper bounds of classes of widths. Tiles of a class have the same shapes.
 const WIDTHS: [usize; 4] = [64, 96, 128, 256];
 
-/// The least of [`WIDTHS`] that is not below a width that the tier has.
+/// Returns the upper bound in [`WIDTHS`] of a supported width.
 fn class_of(dim: usize) -> Option<usize> {
     let known = dim >= LEAST && dim.is_multiple_of(8);
     WIDTHS.into_iter().find(|&width| known && dim <= width)
 }
 
-/// Whether the device has what the tier is made of, and the call allows it.
+/// Checks that the device supports the tier, and that the call's limit allows it.
 fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
     let properties = part.properties;
     check_hopper(properties)?;
@@ -50,10 +48,10 @@ fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
     }
 }
 
-/// The tile that should be fastest, or why the tier does not take the part.
+/// Returns the fastest tile by estimate.
 ///
 /// # Errors
-/// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
+/// Why the tier refuses the part: the device, the type, the head_dim, or an option it does not support.
 pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let (layout, request) = (part.layout, part.request);
     check_tier(part)?;
@@ -101,10 +99,10 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     Ok(coarse_tile(part, tile, class, uneven).unwrap_or(tile))
 }
 
-/// As [`choose`], with products in E4M3.
+/// Like [`choose`], with products in E4M3.
 ///
 /// # Errors
-/// What the tier lacks, or these.
+/// Why the tier, or FP8, is refused.
 pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     let plain = choose(part)?;
     let (dim, value_dim) = (plain.dim, plain.value_dim);
@@ -120,7 +118,8 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     if dim > 128 || !dim.is_multiple_of(16) || !value_dim.is_multiple_of(16) {
         return Err("a width is no multiple of 16 from 48 to 128");
     }
-    // A multiprocessor has three cubes of one warpgroup, whose products and exponentials overlap; of narrow heads it has registers for steps that overlap.
+    // A multiprocessor runs three cubes of one warpgroup, whose products and exponentials overlap. For narrow heads there are registers for overlapping
+    // steps too.
     let tile = Tile {
         base: Base::new(part, (plain.half, dim / 2), Mainloop::Rows, [1, 128, 2, 1]),
         fp8: true,
@@ -133,13 +132,13 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     }
 }
 
-/// Up to so many bytes the keys and values of all heads stay in the L2.
+/// Bytes of keys and values of all heads that stay in the L2 cache.
 const L2_BYTES: usize = 16 << 20;
 
-/// The second dimension of a grid, which tiles of 64 rows are in then.
+/// Limit of the second dimension of a grid, which has the tiles of 64 rows if heads alternate.
 const MOST_TILES: usize = 65_535;
 
-/// Whether the keys and values of a batch entry's heads fit, and the tiles of a head.
+/// Whether heads should alternate: the keys and values of a batch entry's heads fit the L2 cache, and the tiles of a head fit the grid.
 fn heads_in_turn(part: &PartRequest) -> bool {
     let (request, layout) = (part.request, part.layout);
     let row_bytes = (request.head_dim + request.value_dim) * 2;
@@ -147,7 +146,7 @@ fn heads_in_turn(part: &PartRequest) -> bool {
         && layout.seq_q().div_ceil(GROUP_ROWS) <= MOST_TILES
 }
 
-/// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.
+/// Returns the factor of wasted time of tiles with `rows` rows: rows beyond the queries, and idle multiprocessors if there are fewer cubes.
 fn of_rows(part: &PartRequest, rows: usize, uneven: bool) -> f64 {
     let seq_q = part.layout.seq_q();
     let waste = seq_q.next_multiple_of(rows) as f64 / seq_q as f64;
@@ -157,11 +156,11 @@ fn of_rows(part: &PartRequest, rows: usize, uneven: bool) -> f64 {
     waste * few.max(1.0) * (1.0 + idle)
 }
 
-/// What of a multiprocessor's time is lost where it has one cube and rows are uneven. Causal, of 8 heads of width 64, tiles of 64 rows take 0.057 ms at 4,096
-/// positions and those of 128 0.065, and 0.170 and 0.163 at 8,192; of width 128, 0.085 and 0.072 at 4,096.
+/// Fraction of a multiprocessor's time that is lost if it has one cube and rows are uneven. For a causal pattern with 8 heads of width 64, tiles of 64 rows
+/// take 0.057 ms at 4,096 positions and those of 128 rows 0.065 ms, and 0.170 and 0.163 ms at 8,192; at width 128, 0.085 and 0.072 ms at 4,096.
 const UNEVEN: f64 = 0.7;
 
-/// Whether a row of blocks is much longer than they are on average, as in causal patterns.
+/// Whether a row of blocks is much longer than the mean, as in causal patterns.
 fn is_uneven(layout: &BlockLayout) -> bool {
     let offsets = layout.row_offsets(0);
     let longest = offsets.windows(2).map(|row| row[1] - row[0]).max();
@@ -169,7 +168,7 @@ fn is_uneven(layout: &BlockLayout) -> bool {
     2 * longest.unwrap_or(0) * (offsets.len() - 1) > 3 * all
 }
 
-/// The tile with coarse entries of the same width, where one should be faster than `gathered`.
+/// Returns the tile with coarse entries of the same width, if it should be faster than `gathered`.
 fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize, uneven: bool) -> Option<Tile> {
     let coarse = Coarse::of(part, class)?;
     let speed_of = |tile: &Tile| {
@@ -204,15 +203,15 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize, uneven: bool) -
     coarse.takes(cost, before).then_some(tile)
 }
 
-/// Forward, of 8 heads of width 128 and 16,384 positions: dense attention in blocks of 16 and 32 against blocks of 128, and random blocks of
-/// which each tile sees nearly all. The bits are a guess.
+/// Costs of the forward pass, measured with 8 heads of width 128 and 16,384 positions: dense attention in blocks of 16 and 32 against blocks of 128, and
+/// random blocks such that each tile attends to nearly all. The cost of the bits is a guess.
 const FORWARD: NarrowCosts = NarrowCosts {
     gathered: 1.17,
     masked: [0.35, 0.22],
     coarse: 1.05,
 };
 
-/// The same of the fused backward pass.
+/// Costs of the fused backward pass, measured likewise.
 const BACKWARD: NarrowCosts = NarrowCosts {
     gathered: 1.1,
     masked: [0.19, 0.15],
@@ -221,26 +220,26 @@ const BACKWARD: NarrowCosts = NarrowCosts {
 
 const NO_TILE: &str = "no tile fits the shared memory of the device";
 
-/// How the backward pass runs.
+/// Kernels of the backward pass.
 #[derive(Clone, Copy, Debug)]
 pub enum Backward {
-    /// One loop over columns, with five products a pair.
+    /// One loop over columns, with five products per pair.
     Fused(BackwardTile),
-    /// A loop over rows for dQ and one over columns for dK and dV, with seven, where tiles would wait for each other.
+    /// A loop over rows for dQ and one over columns for dK and dV, with seven products per pair. Used if tiles would wait for each other.
     Unfused([MainloopPlan; 2]),
 }
 
-/// As [`choose`], for the backward pass of a part whose forward pass has a tile.
+/// Like [`choose`], for the backward pass of a part whose forward pass is on this tier.
 ///
 /// # Errors
-/// What the tier lacks.
+/// Why the tier refuses it.
 pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'static str> {
     let layout = part.layout;
     if part.limit == TierLimit::HopperForward {
         return Err("BLOCKSPARSE_TIER says hopper-forward");
     }
-    // Visits are counted on the host, which knows them where a device says of nothing but pairs which there are. Rows that were gathered are in tiles that
-    // see few others, and would wait for these.
+    // Visits are counted on the host. If a device chooses only pairs, the host still knows the blocks. Tiles of gathered rows attend to few others, and
+    // would wait for those.
     let lists = |choice: &&DeviceChoice| matches!(choice.by, BlockSource::Keys { .. });
     let places = (layout.device_choice().filter(lists))
         .and_then(|_| layout.places())
@@ -253,19 +252,18 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
         layout: places.unwrap_or(layout),
         ..*part
     };
-    // The fused pass has values that are as wide as keys.
+    // The fused pass needs values as wide as keys.
     if forward.dim > 128 || forward.dim != forward.value_dim {
         return mainloops(part, &forward);
     }
-    // A tile of unlike blocks computes pairs that none of them keeps, where two mainloops may have tiles of half the height. And tiles side by
-    // side that see different queries do not keep step: they wait for each other at the sums of dQ. The classes of a listing
-    // share no queries.
+    // A tile of blocks with different patterns computes pairs that some of them mask, where two mainloops may have tiles of half the height. Also,
+    // neighbouring tiles that attend to different queries get out of step and wait for each other at the sums of dQ. Residue classes share no queries.
     let may_cluster = part.request.may_cluster(layout, Mainloop::Columns);
     let [small, grouping, large] = [1, 2, 4].map(|groups| {
         let shape = [GROUP_ROWS * groups, 64];
         Grouping::best(layout, Mainloop::Columns, shape, may_cluster)
     });
-    // What the fused pass gains on two mainloops where both compute the same pairs.
+    // Speed of the fused pass relative to two mainloops that compute the same pairs.
     let gain = if forward.dim <= 64 { 1.5 } else { 1.3 };
     let unlike =
         grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
@@ -285,12 +283,12 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     let sizes = Sizes::new(&tile, layout, part.request, part.seq_kv, keys * tile.dim);
     match sizes.counts(&tile).iter().all(|&(_, count)| is_u32(count)) {
         true => Ok(Backward::Fused(tile)),
-        // Two mainloops write what the fused pass sums up.
+        // Two mainloops write gradients directly, without such sums.
         false => mainloops(part, &forward).map_err(|_| TOO_LARGE),
     }
 }
 
-/// The tile of the fused pass.
+/// Returns the tile of the fused pass.
 fn fused(
     part: &PartRequest,
     forward: &Tile,
@@ -305,8 +303,8 @@ fn fused(
     base.tiling.visits = true;
     let steps = steps_of_tile(part.layout, part.request, cols);
     let short = steps * grouping.overhead < SHORT_MAINLOOP;
-    // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
-    // the next tile's keys are not worth that (local: .43 ms for .38).
+    // A persistent cube has a few registers less, and dropout needs many: 300 bytes are spilled instead of 24, and preloading the next tile's keys does not
+    // pay for that (local pattern: 0.43 ms instead of 0.38).
     let spills = forward.score.dropout;
     let tile = BackwardTile {
         base: base.clustered(grouping.clustered),
@@ -328,7 +326,7 @@ fn fused(
     let apart =
         part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling, of_head);
     tile.base.tiling.apart = apart;
-    // A cube that begins a long tile would have drawn the next ones already, and their neighbours would wait for these.
+    // A cube that starts a long tile would have drawn the next ones already, and their neighbours would wait for these.
     tile.persistent &= !apart;
     Ok(BackwardTile {
         finishes: tile.may_finish() && (short || tile.dim > 64),
@@ -337,7 +335,7 @@ fn fused(
     })
 }
 
-/// The tile with coarse entries, where it should be faster than `gathered`.
+/// Returns the tile with coarse entries, if it should be faster than `gathered`.
 fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<BackwardTile> {
     let coarse = Coarse::of(part, gathered.dim)?;
     let tile = BackwardTile {
@@ -351,7 +349,7 @@ fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<Backwar
     (tile.shared_bytes() <= most && coarse.takes(cost, before)).then_some(tile)
 }
 
-/// Steps of `cols` queries that a tile of 128 keys would have on average if nothing were computed in vain.
+/// Returns the mean number of steps of `cols` queries per tile of 128 keys if no pair were computed needlessly.
 fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
     let heads_per_kv = layout.heads() / request.kv_heads;
     let blocks: usize = (0..layout.num_patterns())
@@ -361,10 +359,10 @@ fn steps_of_tile(layout: &BlockLayout, request: &Request, cols: usize) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_kv().max(1) * cols) as f64
 }
 
-/// Whether two mainloops can make the gradients.
+/// Checks that two mainloops can compute the gradients.
 fn check_mainloops(part: &PartRequest, forward: &Tile) -> Result<(), &'static str> {
     if part.layout.block_size() < 16 {
-        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries have 64.
+        // TMA writes to multiples of 128 bytes of shared memory, and the lse and delta of 8 queries are 64 bytes.
         return Err("blocks are narrower than 16");
     }
     let request = part.request;
@@ -376,13 +374,13 @@ fn check_mainloops(part: &PartRequest, forward: &Tile) -> Result<(), &'static st
     }
 }
 
-/// Two mainloops.
+/// Returns two mainloops, if they are possible.
 fn mainloops(part: &PartRequest, forward: &Tile) -> Result<Backward, &'static str> {
     check_mainloops(part, forward)?;
     Ok(Backward::Unfused(mainloop_plans(part, forward)))
 }
 
-/// The tiles of both, and those of them that cubes share.
+/// Returns the tiles of both mainloops, and which of them are shared by several cubes.
 fn mainloop_plans(part: &PartRequest, forward: &Tile) -> [MainloopPlan; 2] {
     let plan = |mainloop| {
         let tile = match forward.dim {
@@ -395,15 +393,15 @@ fn mainloop_plans(part: &PartRequest, forward: &Tile) -> [MainloopPlan; 2] {
     [Mainloop::Rows, Mainloop::Columns].map(plan)
 }
 
-/// The tile of a mainloop.
+/// Returns the tile of a mainloop.
 fn choose_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> MainloopTile {
     let layout = part.layout;
     let may_cluster = part.request.may_cluster(layout, mainloop);
     let tiles = [2, 1].map(|warpgroups| {
         let grouping = Grouping::best(layout, mainloop, [GROUP_ROWS * warpgroups, 64], may_cluster);
-        // Two warpgroups share what is gathered; one unites fewer rows of blocks.
+        // Two warpgroups share the gathered rows. With one, a tile joins fewer rows of blocks.
         let speed = if warpgroups == 2 { 1.0 } else { 0.8 };
-        // One warpgroup leaves room for a second cube, if its buffers do.
+        // With one warpgroup, a second cube fits if its buffers do.
         let stages = match (forward.dim, warpgroups) {
             (..=64, _) => 4,
             (_, 1) => 2,
@@ -424,7 +422,7 @@ fn choose_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> Ma
     if cost <= other { tile } else { small }
 }
 
-/// The tile of a mainloop of heads wider than 128. Own rows fill half of the shared memory; the bits of dropout are made for 64 columns at a time.
+/// Returns the tile of a mainloop of heads wider than 128. Own rows take half of the shared memory. Dropout bits are computed for 64 columns at a time.
 fn choose_wide_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> MainloopTile {
     let layout = part.layout;
     let (warpgroups, cols, stages) = match mainloop {
@@ -449,20 +447,20 @@ fn choose_wide_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) 
     }
 }
 
-/// The shapes of a tile of pairs: warpgroups, columns, and speed. What a tile reads for each pair from the L2 cache is what its speed follows.
+/// Shapes of a tile of pairs: warpgroups, columns and relative speed. The speed follows the bytes that a tile reads from the L2 cache per pair.
 const PAIRS: [(usize, usize, f64); 3] = [(2, 128, 1.0), (2, 64, 0.7), (1, 64, 0.55)];
 
-/// As [`choose`], for the gradient of a given bias, of a part whose forward pass has a tile.
+/// Like [`choose`], for the gradient of a bias tensor of a part whose forward pass is on this tier.
 ///
 /// # Errors
-/// What the tier lacks.
+/// Why the tier refuses it.
 pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'static str> {
     match part.limit {
         TierLimit::HopperForward => return Err("BLOCKSPARSE_TIER says hopper-forward"),
         TierLimit::MmaBias => return Err("BLOCKSPARSE_TIER says mma-bias"),
         _ => {}
     }
-    // A launch has a cube for each step.
+    // A launch has a cube per step, so the host must know their number.
     if part.layout.device_choice().is_some() {
         return Err("the blocks are chosen on the device");
     }
@@ -484,7 +482,7 @@ pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'sta
     })
 }
 
-/// The tile of pairs that should be fastest.
+/// Returns the fastest tile of pairs by estimate.
 fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static str> {
     let (layout, request) = (part.layout, part.request);
     let most = part.properties.hardware.max_shared_memory_size;
@@ -501,7 +499,7 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
         }
         let shape = [tile.rows(), cols];
         let grouping = Grouping::best(layout, Mainloop::Rows, shape, may_cluster);
-        // Tiles of 64 columns leave registers for two cubes on a multiprocessor.
+        // With tiles of 64 columns, registers suffice for two cubes on a multiprocessor.
         let half = (most + 1024) / 2 - 1024;
         let rooms = if cols == 64 {
             vec![half, most]

@@ -1,19 +1,19 @@
-//! Whether mainloops have coarse entries: whole steps, with a bit for each block.
+//! The choice of coarse entries in mainloops: whole steps, with a bit per block.
 
 use crate::call::PartRequest;
 use crate::tuning::Tuning;
 use blocksparse::plan::NarrowCosts;
 
-/// Whether a part's mainloops are to have coarse entries.
+/// When a part's mainloops get coarse entries.
 pub(super) enum Coarse {
-    /// Where they should be faster.
+    /// If they should be faster.
     IfFaster,
-    /// Where they can: for measuring.
+    /// Wherever possible, for measuring.
     Always,
 }
 
 impl Coarse {
-    /// Nothing where there are none. `BLOCKSPARSE_COARSE=0` or `1` leaves them out, or takes them.
+    /// Returns `None` if coarse entries are impossible. `BLOCKSPARSE_COARSE=0` or `1` disables or forces them.
     pub fn of(part: &PartRequest, class: usize) -> Option<Self> {
         let known = part.residue.is_none() && !part.carry && class <= 128;
         if !known || !NarrowCosts::concern(part.layout) {
@@ -26,9 +26,9 @@ impl Coarse {
         }
     }
 
-    /// Whether coarse steps are taken where gathered ones should cost `gathered`.
+    /// Whether to use coarse steps with this cost instead of gathered ones with cost `gathered`.
     pub fn takes(&self, cost: f64, gathered: f64) -> bool {
-        /// The costs are estimates: what is about as fast stays as it is.
+        /// The costs are estimates, so a small gain does not count.
         const WORTHWHILE: f64 = 1.05;
         match self {
             Self::IfFaster => cost * WORTHWHILE < gathered,

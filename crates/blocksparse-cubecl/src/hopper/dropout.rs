@@ -1,4 +1,4 @@
-//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), made again in every step, as bits: one for each of the unit's [pairs](super::options).
+//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout) as bits, recomputed in every step, one for each of the unit's [pairs](super::options).
 
 use cubecl::prelude::*;
 
@@ -11,7 +11,7 @@ use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, two_compared,
 };
 
-/// Which of the unit's pairs are kept: bit `n mod 32` of word `n / 32` is that of its number `n`.
+/// Returns which of the unit's pairs are kept: bit `n mod 32` of word `n / 32` is that of its number `n`.
 #[cube]
 pub fn kept_pairs(
     args: &ComptimeOption<PairArgs>,
@@ -37,7 +37,7 @@ pub fn kept_pairs(
     kept
 }
 
-/// The bits of the unit's pairs in 64 columns from `first` on, made one by one: no two of their keys share a counter.
+/// Returns the bits of the unit's pairs in 64 columns from `first` on, one by one, because no two of their keys share a counter.
 #[cube]
 fn each_pair(
     mask: &Mask,
@@ -74,8 +74,8 @@ fn each_pair(
     bits
 }
 
-/// The bits of the unit's pairs in 64 columns from `first` on. In a loop over rows four lanes share the counters of two rows, in one over columns eight lanes those
-/// of two eights of keys; each makes four of them ([`collect`]).
+/// Returns the bits of the unit's pairs in 64 columns from `first` on. In a loop over rows, four lanes share the counters of two rows. In a loop over
+/// columns, eight lanes share those of two groups of eight keys. Each lane computes four of the counters ([`collect`]).
 #[cube]
 fn shared_pairs(
     mask: &Mask,
@@ -93,7 +93,7 @@ fn shared_pairs(
     collect(kept_eights(&ab, &cd), lane, comptime!(t.columns()))
 }
 
-/// The numbers of the counters of 32 columns from `col` on that are dealt to the lane, compared.
+/// Computes and compares the lane's counters of 32 columns from `col` on.
 #[cube]
 fn two_dealt(
     mask: &Mask,
@@ -111,7 +111,7 @@ fn two_dealt(
     two_compared(&a, &b)
 }
 
-/// The numbers of the counter of 16 columns from `col` on that is dealt to the lane, compared.
+/// Computes and compares the lane's counter of 16 columns from `col` on.
 #[cube]
 fn dealt(
     mask: &Mask,
@@ -145,13 +145,13 @@ fn dealt(
     }
 }
 
-/// Whether number `n` of a unit is kept.
+/// Whether a unit's number `n` is kept.
 #[cube]
 pub fn is_kept(kept: &Array<u32>, #[comptime] n: usize) -> bool {
     kept[comptime!(n / 32)] & comptime!(1u32 << (n % 32)) != 0
 }
 
-/// Weights without those that are dropped. They lack the factor, which the sums get in the end.
+/// Zeros the dropped weights. The dropout factor is applied to the sums at the end.
 #[cube]
 pub fn drop_out<S: Size>(
     p_in: Vector<f32, S>,
@@ -168,8 +168,8 @@ pub fn drop_out<S: Size>(
     p
 }
 
-/// The same bits each one place higher, for [`drop_gradient`]. Of a word that is tested twice compilers carry 32 predicates from one place to the other, and put
-/// them together and apart again on the way.
+/// Rotates the bits by one, for [`drop_gradient`]. If the same word were tested twice, compilers would keep 32 predicates from the first test to the
+/// second, packing and unpacking them on the way.
 #[cube]
 pub fn kept_again(kept: &Array<u32>, #[comptime] t: Base) -> Array<u32> {
     let words = comptime!(if t.score.dropout { t.cols / 64 } else { 1 });
@@ -183,7 +183,7 @@ pub fn kept_again(kept: &Array<u32>, #[comptime] t: Base) -> Array<u32> {
     turned
 }
 
-/// `factor · dp − delta`, of pairs that are dropped `−delta`; with bits of [`kept_again`].
+/// Computes `factor · dp − delta`, which is `−delta` for dropped pairs. `turned` has the bits of [`kept_again`].
 #[cube]
 pub fn drop_gradient(
     dp: f32,
@@ -202,7 +202,7 @@ pub fn drop_gradient(
     difference
 }
 
-/// What weights that are kept are multiplied by.
+/// Returns the factor of the weights that dropout keeps.
 #[cube]
 pub fn factor_of(args: &ComptimeOption<PairArgs>, #[comptime] score: ScoreKind) -> f32 {
     let mut factor = f32::new(1.0);

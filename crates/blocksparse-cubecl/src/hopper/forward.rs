@@ -1,7 +1,7 @@
-//! The forward kernel: one cube per tile of queries, one warpgroup per 64 rows of it.
+//! The forward kernel: one cube per tile of queries, one warpgroup per 64 of its rows.
 //!
 //! ```text
-//! TMA          K(0) V(0) K(1) V(1) …    gathered boxes of `group` rows, into `stages` buffers each
+//! TMA          K(0) V(0) K(1) V(1) …    boxes of `group` rows, gathered into `stages` buffers for K and for V
 //! every warpgroup, per step j:
 //!     s = q · K(j)ᵀ                     wgmma
 //!     mask,  m' = max(m, s),  p = exp2(s − m'),  a = exp2(m − m'),  l = a · l + Σ p
@@ -9,18 +9,18 @@
 //!     o = a · o + x
 //! ```
 //!
-//! Two cubes, or two warpgroups, share a multiprocessor and fill each other's gaps. With `overlap` a warpgroup fills
-//! its own: `o += p · V(j − 1)` is computed while the softmax of step j is; two such warpgroups take turns at
-//! the tensor cores. That needs more registers, and pays where few warps share a multiprocessor.
+//! Two cubes, or two warpgroups, share a multiprocessor and fill each other's gaps. With `overlap`, a warpgroup fills its own: it computes
+//! `o += p · V(j − 1)` during the softmax of step j, and two such warpgroups alternate at the tensor cores. That needs more registers, and pays off if few
+//! warps share a multiprocessor.
 //!
-//! With a threshold a warpgroup leaves out the exponentials and the second product of a step whose scores are all below `m` by more. Its values have
-//! been loaded ahead. Nothing overlaps then: which product comes next is known too late.
+//! With a threshold, a warpgroup skips the exponentials and the second product of a step if all its scores are below `m` by more than that. The values have
+//! already been loaded. Steps cannot overlap then, because the next product is known too late.
 //!
-//! There is no producer warp: 256 units may have all 255 registers, 288 only 168, and CubeCL sets no bound on the
-//! cubes per multiprocessor, without which ptxas ignores `setmaxnreg`. Instead the boxes of a step are dealt
-//! to the warps, since each takes a warp some thirty instructions.
+//! There is no producer warp. With 256 units each can have 255 registers, with 288 only 168, and CubeCL sets no bound on the cubes per multiprocessor,
+//! without which ptxas ignores `setmaxnreg`. Instead, the boxes of a step are distributed over the warps, since each box takes a warp some thirty
+//! instructions.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -40,12 +40,12 @@ use crate::shared::addressing::{ForwardOutputs, Four, PlanWords, Qkv, Schedule, 
 use crate::shared::own_rows::own_rows;
 use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 
-/// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; out in eights of elements.
+/// `q`, `k` and `v` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. out is in vectors of eight
+/// elements.
 ///
-/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. In FP8 `scales` are those of the tensors' numbers, with the factor of
-/// scores, and maxima are exponents of two: `log2_scale` is 1. Where biases are added to scores that are not softcapped,
-/// `cap_scale` is the scale.
+/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`. `lse_scale` is
+/// `log2 e / log2_scale`, the factor from the natural logarithm to scores. In FP8, `scales` are those of the tensors, times the factor of scores; maxima
+/// are base-2 exponents, and `log2_scale` is 1. If biases are added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn forward<S: Size, P: Size, O: Size>(
     inputs: Qkv<TensorMap<u32, Tiled>>,
@@ -130,7 +130,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
         tops: RowTops::new(t),
     };
     let first = (batch * slice.heads as u32 + head) * seq_q;
-    // On its way while the queries are.
+    // In flight along with the queries.
     let before = read_before(&outputs, plan, rows, first, seq_q, t);
     let fp8 = if comptime!(t.fp8) {
         let kv_heads = slice.heads as u32 / heads_per_kv;
@@ -196,7 +196,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     }
 }
 
-/// The descriptor of the first buffer of values.
+/// Returns the descriptor of the first buffer of values.
 #[cube]
 fn value_descriptor(address: u32, #[comptime] t: Tile) -> u64 {
     if comptime!(t.fp8) {
@@ -206,7 +206,7 @@ fn value_descriptor(address: u32, #[comptime] t: Tile) -> u64 {
     }
 }
 
-/// Weights as the left operand of the second product.
+/// Packs weights as the left operand of the second product.
 #[cube]
 fn weights_operand<S: Size, P: Size>(p: Vector<f32, S>, #[comptime] t: Tile) -> Vector<u32, P> {
     if comptime!(t.fp8) {
@@ -216,7 +216,7 @@ fn weights_operand<S: Size, P: Size>(p: Vector<f32, S>, #[comptime] t: Tile) -> 
     }
 }
 
-/// Starts the second product, and adds it to `o`.
+/// Starts the second product, accumulating into `o`.
 #[cube]
 fn add_weighed<P: Size, O: Size>(
     o: Vector<f32, O>,
@@ -239,7 +239,7 @@ struct Operands {
     v: u64,
 }
 
-/// All steps: `o += p · V(j − 1)` is computed while the softmax of step j is.
+/// Runs all steps, computing `o += p · V(j − 1)` during the softmax of step j.
 #[cube]
 fn overlapped<S: Size, P: Size, O: Size>(
     sums: &mut RowSums<O>,
@@ -293,7 +293,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
         );
         let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
         sums.take::<S>(&soft, t);
-        // Also keeps ptxas from moving the next wait in front of the softmax.
+        // This also keeps ptxas from moving the next wait before the softmax.
         if j + 1 < steps {
             wait_keys(base, j + 1, t);
         }
@@ -311,7 +311,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
     sums.o = wait::<O>(o_started, 0usize, comptime!(t.value_dim / 2));
 }
 
-/// All steps, one behind the other.
+/// Runs all steps without overlap.
 #[cube]
 fn one_by_one<S: Size, P: Size, O: Size>(
     sums: &mut RowSums<O>,
@@ -344,7 +344,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
             wait_values(base, j, t);
             let v_desc = values(operands.v, now, t);
             if comptime!(t.sums_apart()) {
-                // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
+                // Uses separate registers: with o as the accumulator, ptxas would move it out of the scores' way and back.
                 let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
                 let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
                 sums.o = add_scaled::<O>(sums.o, x, soft.a0, soft.a1, t.value_dim);
@@ -354,7 +354,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
                 sums.o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
             }
         } else {
-            // A buffer is not filled again before it is full.
+            // A buffer must be full before it is refilled.
             wait_values(base, j, t);
         }
         if loads.lane == 0 {
@@ -363,7 +363,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
     }
 }
 
-/// What an earlier part of the pattern left in the outputs of the unit's rows.
+/// Outputs of an earlier part of the pattern in the unit's rows.
 #[derive(CubeType)]
 struct Before {
     log0: f32,
@@ -402,7 +402,7 @@ fn read_before(
     Before { log0, log1, fours }
 }
 
-/// A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+/// Continues from the outputs of earlier parts. They equal a softmax state with maximum lse and sum 1, which one lane of four holds.
 #[cube]
 fn carry_on<O: Size>(
     sums: &mut RowSums<O>,
@@ -423,7 +423,7 @@ fn carry_on<O: Size>(
         sums.l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
     }
     if comptime!(t.score.dropout) {
-        // The factor of what is kept comes in the end.
+        // The dropout factor is applied at the end.
         let all = reciprocal(dropout_factor);
         #[unroll]
         for i in 0..O::value() {

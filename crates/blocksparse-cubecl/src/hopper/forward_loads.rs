@@ -1,6 +1,6 @@
-//! What the forward kernel loads: a tile's queries, and the keys and values of step after step.
+//! Loads of the forward kernel: a tile's queries, and the keys and values of its steps.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -10,7 +10,7 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::PlanWords;
 use crate::shared::own_rows::own_place;
 
-/// Makes the barriers of a cube, and writes down its head of keys. All units call this together.
+/// Initialises the barriers of a cube, and stores its head of keys in shared memory. All units must call it together.
 #[cube]
 pub fn init_barriers(base: u32, kv_head: u32, #[comptime] t: Tile) {
     if UNIT_POS_X == 0 {
@@ -28,7 +28,7 @@ pub fn init_barriers(base: u32, kv_head: u32, #[comptime] t: Tile) {
     sync_cube();
 }
 
-/// Loads the queries of a tile, which are there when the barrier at `base` says so. All units call this together.
+/// Loads the queries of a tile, which are complete at the barrier at `base`. All units must call it together.
 #[cube]
 pub fn load_queries(
     map: u64,
@@ -69,17 +69,17 @@ pub struct TileSteps {
     /// Word of the masks.
     pub masks: usize,
     pub steps: u32,
-    /// Steps whose masks matter.
+    /// Number of steps with masks. They come first.
     pub masked: u32,
 }
 
-/// Word of the first entry of step `j`.
+/// Returns the word of the first entry of step `j`.
 #[cube]
 pub fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
     own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
-/// What loads are made of.
+/// Sources and targets of loads.
 #[derive(CubeType, Clone, Copy)]
 pub struct Loads {
     pub k: u64,
@@ -93,18 +93,18 @@ pub struct Loads {
     pub kept: UnitBox,
 }
 
-/// The box of each step that a unit loads: boxes are dealt to the warps, and within a warp to its lanes.
+/// The box of each step that a unit loads. Boxes are distributed over the warps, and within a warp over its lanes.
 #[derive(CubeType, Clone, Copy)]
 pub struct UnitBox {
-    /// Whether the unit announces the bytes of a step.
+    /// Whether the unit announces the bytes of a step to the barrier.
     announces: bool,
     /// Whether the unit has a box.
     active: bool,
-    /// The entry of the step that says where the box is,
+    /// Entry of the step that has the box's place.
     entry: u32,
-    /// its span of 64 columns,
+    /// Span of 64 columns.
     span: u32,
-    /// and its head.
+    /// Head of keys.
     head: u32,
 }
 
@@ -121,7 +121,7 @@ pub fn unit_box(base: u32, unit: u32, #[comptime] t: Tile) -> UnitBox {
     }
 }
 
-/// The unit's box, kept in registers where there are enough of them, and else made anew.
+/// Returns the unit's box: from registers if there are enough, else recomputed.
 #[cube]
 fn box_of(loads: &Loads, #[comptime] t: Tile) -> UnitBox {
     if comptime!(t.overlap) {
@@ -137,31 +137,31 @@ fn box_of(loads: &Loads, #[comptime] t: Tile) -> UnitBox {
     }
 }
 
-/// The buffer of step `j`.
+/// Returns the buffer of step `j`.
 #[cube]
 pub fn stage(j: u32, #[comptime] t: Tile) -> u32 {
     j % comptime!(t.stages as u32)
 }
 
-/// The parity of the phase in which the buffer of step `j` becomes full.
+/// Returns the parity of the phase in which the buffer of step `j` becomes full.
 #[cube]
 fn parity(j: u32, #[comptime] t: Tile) -> u32 {
     (j / comptime!(t.stages as u32)) & 1
 }
 
-/// The descriptor of a buffer of keys, from that of the first one.
+/// Returns the descriptor of a buffer of keys, given that of the first one.
 #[cube]
 pub fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
     first + u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32))
 }
 
-/// That of a buffer of values.
+/// Returns the descriptor of a buffer of values, given that of the first one.
 #[cube]
 pub fn values(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
     first + u64::cast_from(stage * comptime!((t.value_bytes() >> 4) as u32))
 }
 
-/// The place of this unit's box of step `j`.
+/// Returns the place of this unit's box of step `j`.
 #[cube]
 pub fn entry_position(
     plan: &[u32],
@@ -202,7 +202,7 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
             active = active && its.span < comptime!(t.value_spans() as u32);
         }
     }
-    // Bytes may arrive before they are announced: the phase cannot end without the announcement.
+    // Bytes may arrive before they are announced, but the phase cannot end without the announcement.
     if its.announces {
         barrier_expect(bar, bytes);
     }
@@ -246,14 +246,14 @@ fn load_when_free(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[co
     load_step(loads, j, at, values, t);
 }
 
-/// Where the box lies that a unit loads next of keys, and where that of values.
+/// Places of the next boxes of keys and of values that a unit loads.
 #[derive(CubeType)]
 pub struct BoxPlaces {
     pub k: u32,
     pub v: u32,
 }
 
-/// Loads the keys of a later step than `j` and its values, or those of the one before that where they are needed a step later.
+/// Loads the keys and values of a step after `j`. With overlap, values are needed a step later, so those of the previous step are loaded.
 #[cube]
 pub fn load_later(
     next: &mut BoxPlaces,

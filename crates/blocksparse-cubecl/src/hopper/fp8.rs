@@ -1,13 +1,13 @@
-//! The forward pass in FP8: queries, keys and values in E4M3, [`BLOCK`] rows of a head with a scale of their own, and the online softmax of their products.
+//! The forward pass in FP8: queries, keys and values in E4M3 with a scale per [`BLOCK`] rows of a head, and the online softmax of their products.
 //!
 //! ```text
-//! q, k   [batch, heads, seq, dim]                  rows as they are
-//! v      [batch, heads, seq / 64, value_dim, 64]   columns of 64 keys: a product in FP8 reads both operands along its depth
+//! q, k   [batch, heads, seq, dim]                  in their order
+//! v      [batch, heads, seq / 64, value_dim, 64]   transposed per 64 keys, since FP8 products need both operands contiguous along the depth
 //! ```
 //!
-//! The scale of a block of values, a power of two, is in the exponents of its weights, so that nothing but these is multiplied: with `f` the scales of queries
-//! and keys and the factor of scores, and `c = log2(scale of the values)`, `p = exp2(s · f + c − m)`, `o = Σ p · v` and `l = Σ p · 2^−c`. The maximum `m` is
-//! that of `s · f + c`, and as far below it as lets weights use the range of E4M3.
+//! The scale of a block of values is a power of two and goes into the exponents of its weights, so that nothing has to be multiplied by it. With `f` the
+//! product of the scales of queries and keys and the factor of scores, and `c = log2(scale of the values)`: `p = exp2(s · f + c − m)`, `o = Σ p · v` and
+//! `l = Σ p · 2^−c`. The maximum `m` is that of `s · f + c`, less an offset that lets weights use the range of E4M3.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -29,14 +29,14 @@ use crate::shared::own_rows::own_place;
 
 /// Rows that share a scale.
 pub const BLOCK: usize = FP8_COLUMNS;
-/// Units of a cube that packs a block.
+/// Units per cube of the packing kernel.
 const UNITS: usize = 256;
-/// The largest number of E4M3.
+/// Largest number of E4M3.
 const LARGEST: f32 = 448.0;
-/// The least number that a scale is made for, times [`LARGEST`]: exponents of two are sums of those of scores and of scales.
+/// Least magnitude for which a scale is made, which bounds its exponent: base-2 exponents are sums of those of scores and of scales.
 const LEAST: f32 = 2.7e-5;
 
-/// What is packed.
+/// The tensor to pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Operand {
     Queries,
@@ -44,8 +44,8 @@ enum Operand {
     Values,
 }
 
-/// Packs [`BLOCK`] rows of a head, and writes down their scale: that of queries times `factor`; those of keys and the logarithms of those of values, side by
-/// side. A cube has a block, of `blocks` of each of `heads` heads.
+/// Packs [`BLOCK`] rows of a head, and stores their scale: for queries times `factor`, for values its base-2 logarithm. Those of keys and values are
+/// interleaved. A cube has one block; each of `heads` heads has `blocks` blocks.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn pack_block<E: Float, N: Size>(
     x: &RowTensor<Vector<E, N>>,
@@ -98,13 +98,13 @@ fn pack_block<E: Float, N: Size>(
         }
         let most = max(f32::reinterpret(most), LEAST);
         if comptime!(matches!(operand, Operand::Values)) {
-            // The exponent of the least power of two that is no less than most / LARGEST.
+            // Exponent of the least power of two that is at least most / LARGEST.
             let exponent = (u32::reinterpret(most / LARGEST) + 0x7f_ffffu32) >> 23;
             let inverse = f32::reinterpret((254u32 - exponent) << 23);
             if unit == 0 {
                 scales[cube * 2 + 1] = f32::cast_from(exponent) - 127.0;
             }
-            // One more, so that a column's numbers lie in different banks.
+            // One more, so that a column's numbers are in different banks.
             let row_numbers = comptime!(dim + 1);
             let mut numbers = Shared::<[f32]>::new_slice(comptime!(BLOCK * (dim + 1)));
             #[unroll]
@@ -116,7 +116,7 @@ fn pack_block<E: Float, N: Size>(
             sync_cube();
             #[unroll]
             for i in 0..each {
-                // Of 16 keys a unit's weights are of 2t, 2t + 1, 2t + 8 and 2t + 9.
+                // Of 16 keys, a unit has the weights of 2t, 2t + 1, 2t + 8 and 2t + 9.
                 let word = unit + comptime!(i * UNITS);
                 let (column, four) = (word / 16, word % 16);
                 let key = four / 4 * 16 + four % 4 * 2;
@@ -164,7 +164,7 @@ pub struct Packed {
     kv_scales: Handle,
 }
 
-/// Packs queries, keys and values, whose scores are multiplied by `log2_scale`.
+/// Packs queries, keys and values. `log2_scale` is the factor of scores.
 pub fn pack(pass: &Pass, log2_scale: f64) -> Result<Packed, KernelError> {
     let [q, k, v] = pass.inputs;
     let scales = |tensor: &TensorView, each: usize| {
@@ -182,7 +182,7 @@ pub fn pack(pass: &Pass, log2_scale: f64) -> Result<Packed, KernelError> {
     })
 }
 
-/// Two numbers of the view are one of its elements of 16 bits, as TMA copies them.
+/// Packs one tensor. An element of the view has 16 bits, for TMA, and holds two numbers.
 fn pack_one(
     pass: &Pass,
     x: &TensorView,
@@ -204,7 +204,7 @@ fn pack_one(
         Operand::Queries => 1,
         Operand::Keys | Operand::Values => 2,
     };
-    // SAFETY: a unit reads rows that there are, and writes words of its own block. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads existing rows, and writes words of its own block. The buffers have the stated lengths (see `buffer`).
     unsafe {
         pack_block::launch_unchecked(
             client,
@@ -232,7 +232,7 @@ fn pack_one(
 }
 
 impl Packed {
-    /// The maps of the forward kernel.
+    /// Returns the tensor maps of the forward kernel.
     pub fn maps(&self, tile: &Tile) -> QkvLaunch<TensorMap<u32, Tiled>> {
         let element = ElemType::Float(FloatKind::BF16);
         let map = |tensor, rows| tensor_map(tensor, rows, None, element);
@@ -244,7 +244,7 @@ impl Packed {
         )
     }
 
-    /// What kernels get.
+    /// Returns the scales as kernel arguments.
     pub fn scales(&self) -> Fp8ScalesLaunch {
         let blocks = |tensor: &TensorView| tensor.shape[2].div_ceil(BLOCK);
         let scales = |handle, tensor: &TensorView, each| {
@@ -260,7 +260,7 @@ impl Packed {
     }
 }
 
-/// What a forward pass has of its tensors' scales, see `pack_block`.
+/// Scales of a forward pass's tensors: see `pack_block`.
 #[derive(CubeType, CubeLaunch)]
 pub struct Fp8Scales {
     /// `[batch, heads, q_blocks]`
@@ -271,7 +271,7 @@ pub struct Fp8Scales {
     pub kv_blocks: u32,
 }
 
-/// The scales of a tile's queries and of its head's keys and values.
+/// The scale of a tile's queries, and the location of those of its head's keys and values.
 #[derive(CubeType, Clone, Copy)]
 pub struct TileScales {
     q: f32,
@@ -281,7 +281,7 @@ pub struct TileScales {
 
 #[cube]
 impl TileScales {
-    /// Of the queries of a tile, and of one of all heads of keys.
+    /// Reads the scale of a tile's queries. `kv_head` counts over all batch entries.
     pub fn new(
         of: &Fp8Scales,
         plan: &PlanWords,
@@ -290,7 +290,7 @@ impl TileScales {
         kv_head: u32,
         #[comptime] t: Tile,
     ) -> TileScales {
-        // A tile is no higher than a block, and may end behind the last query.
+        // A tile is no higher than a block, and may end past the last query.
         let place = own_place(&plan.words[..], rows, 0u32, comptime!(t.own_shape()));
         let block = min(place / comptime!(BLOCK as u32), of.q_blocks - 1);
         let first = u64::cast_from(kv_head) * u64::cast_from(of.kv_blocks) * 8u64;
@@ -301,7 +301,7 @@ impl TileScales {
         }
     }
 
-    /// The blocks of keys of step `j`, or of the last one.
+    /// Returns the blocks of keys of step `j`, or of the last step if there are fewer.
     fn blocks_of(
         &self,
         plan: &PlanWords,
@@ -333,7 +333,7 @@ impl TileScales {
     }
 }
 
-/// The scales of a step's blocks of keys and values, which are read while the step before is computed, and the blocks of the next step.
+/// Scales of a step's blocks of keys and values, which are read during the previous step, and the blocks of the next step.
 #[derive(CubeType)]
 pub struct ScalesAhead {
     scales: Array<f32>,
@@ -342,7 +342,7 @@ pub struct ScalesAhead {
 
 #[cube]
 impl ScalesAhead {
-    /// Of the first step.
+    /// Begins with the first step.
     pub fn new(
         of: &TileScales,
         plan: &PlanWords,
@@ -356,7 +356,7 @@ impl ScalesAhead {
         }
     }
 
-    /// Of each [`BLOCK`] keys of step `j`, the factor of products, and what is added to them. Those of the next step are read.
+    /// Returns the factor of products and the summand for each [`BLOCK`] keys of step `j`, and reads those of the next step.
     pub fn take(
         &mut self,
         of: &TileScales,
@@ -380,7 +380,7 @@ impl ScalesAhead {
     }
 }
 
-/// Weights as the left operand of a product in FP8, whose keys lie in the order of `pack_block`.
+/// Packs weights as the left operand of a product in FP8, with keys in the order of `pack_block`.
 #[cube]
 pub fn pack_weights<S: Size, P: Size>(s: Vector<f32, S>) -> Vector<u32, P> {
     let mut p = Vector::<u32, P>::zeroed();

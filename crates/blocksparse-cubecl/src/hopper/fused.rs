@@ -1,4 +1,4 @@
-//! Launches of the fused backward pass: what is needed of each query, the loop over columns, and dQ from its sums.
+//! Launches of the fused backward pass: stats of each query, the loop over columns, and dQ from its sums.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -19,16 +19,16 @@ use crate::tensor::factors;
 use crate::uploaded::DevicePlan;
 use blocksparse::BlockLayout;
 
-/// Heads of keys that take turns in the grid, where tiles may wait for each other long,
+/// Number of heads of keys that alternate in the grid if tiles may wait for each other for long.
 pub(super) const SPREAD: u32 = 64;
-/// and shares of them, where cubes share a tile: some eight tiles of each run side by side, and find what the one before them read and added
-/// to in the cache.
+/// Number of shares of heads that alternate in the grid if cubes share a tile. Then some eight tiles of each run at once, and find in the cache what
+/// earlier ones read and added to.
 pub(super) const SPREAD_SHARES: u32 = 16;
 
-/// Heads of keys that take turns in the grid, where no cubes share a tile. Tiles of a head that run side by side find the queries that they read, and the sums
-/// of dQ that they add to, in the cache; but they wait for each other, at their beginnings most. Where none is much shorter than those before it, so many of
-/// those that share queries run side by side as were fastest on an H100: of 64 under a causal mask some 4 at width 64 and 16 at width 128, of 32 in a document
-/// 4 at width 128. Of few none should wait.
+/// Returns the number of heads of keys that alternate in the grid if no cubes share a tile. Tiles of a head that run at once find the queries that they
+/// read and the sums of dQ that they add to in the cache. But they wait for each other, mostly at their beginnings. If no tile is much shorter than those
+/// before it, as many tiles that share queries run at once as were fastest on an H100: for 64 such tiles under a causal mask some 4 at width 64 and 16 at
+/// width 128, for 32 in a document 4 at width 128. If there are few such tiles, none should wait.
 fn spread(plan: &DevicePlan, dim: usize, multiprocessors: usize) -> u32 {
     if plan.between == 0 {
         return SPREAD;
@@ -41,37 +41,37 @@ fn spread(plan: &DevicePlan, dim: usize, multiprocessors: usize) -> u32 {
     multiprocessors.div_ceil(plan.between * side_by_side) as u32
 }
 
-/// What the pass needs of each query, with `pitch` places of each head.
+/// Stats of each query, with `pitch` places per head.
 #[derive(Clone)]
 pub struct Stats {
     values: Handle,
     pitch: usize,
-    /// Whether places are positions.
+    /// Whether places are positions in order.
     in_order: bool,
 }
 
-/// The sizes of a pass over a part.
+/// Sizes of a pass over a part.
 #[derive(Clone, Copy)]
 pub struct Sizes {
-    /// Places of a head. A group, and 16 queries, are of one head.
+    /// Places per head, a multiple of the group and of 16 queries, which must be within one head.
     pitch: usize,
     /// Places of all heads.
     rows: usize,
-    /// Units that make the stats of a query.
+    /// Units that compute the stats of a query.
     lanes: usize,
     /// Elements of dK and dV.
     kv_elements: usize,
-    /// Rows of keys, of all heads and batch entries.
+    /// Rows of keys over all heads and batch entries.
     kv_rows: usize,
-    /// Elements of the sums of dK and dV, where cubes share a tile.
+    /// Elements of the sums of dK and dV, if cubes share a tile.
     kv_sums: usize,
 }
 
-/// Elements that the output's gradient reaches over, at most: their eights are counted in 32 bits.
+/// Largest number of elements that the output's gradient may span: vectors of eight are counted in 32 bits.
 pub const MOST_REACH: usize = u32::MAX as usize * 8;
 
 impl Sizes {
-    /// Over a layout, of a call with so many keys, and dV at element `v_offset`.
+    /// Returns the sizes over a layout, for a call with `seq_kv` keys and dV at element `v_offset`.
     pub fn new(
         tile: &BackwardTile,
         layout: &BlockLayout,
@@ -94,8 +94,8 @@ impl Sizes {
         }
     }
 
-    /// The numbers that kernels count in 32 bits, and what they are of. The mainloop adds to the sums of dQ by their addresses, but
-    /// [`finish`](super::backward_stats::finish) reads them as pairs, by an index.
+    /// Returns the numbers that kernels count in 32 bits, with names. The mainloop adds to the sums of dQ by address, but
+    /// [`finish`](super::backward_stats::finish) reads them as pairs by index.
     pub fn counts(&self, tile: &BackwardTile) -> [(&'static str, usize); 3] {
         [
             (
@@ -111,7 +111,7 @@ impl Sizes {
     }
 }
 
-/// The backward pass over a part, with the stats if a part before has made them.
+/// Runs the backward pass over a part. `known` are the stats of an earlier part, if any.
 ///
 /// # Errors
 /// As `check`, and if a tensor is too large. Then nothing was launched.
@@ -173,15 +173,15 @@ pub fn launch_fused(
     })
 }
 
-/// What a pass allocates for itself.
+/// Temporary buffers of a pass.
 struct Buffers {
-    /// Visits of each group of queries, and behind them the tickets.
+    /// Visits of each group of queries, followed by the counter of tickets.
     counters: Handle,
     /// lse and delta of the query at each place.
     stats: Handle,
-    /// The sums of dQ.
+    /// Sums of dQ.
     sums: Handle,
-    /// Those of dK and dV, where cubes share a tile.
+    /// Sums of dK and dV, if cubes share a tile.
     shares: Option<Handle>,
 }
 
@@ -203,7 +203,7 @@ impl Launch<'_> {
         buffer(&buffers.counters, self.counters + 1)
     }
 
-    /// Stats from those of a part before.
+    /// Copies the stats of an earlier part.
     fn relist(&self, buffers: &Buffers, known: &Stats) {
         let Sizes { rows, pitch, .. } = self.sizes;
         let of_all = self.pass.request.batch * self.heads() * known.pitch;
@@ -226,7 +226,7 @@ impl Launch<'_> {
         }
     }
 
-    /// Stats from out, its gradient and lse.
+    /// Computes stats from out, its gradient and lse.
     fn stats(&self, buffers: &Buffers) {
         let Sizes {
             rows, pitch, lanes, ..
@@ -236,7 +236,7 @@ impl Launch<'_> {
         let [batch_stride, head_stride, row_stride, _] = grad_out.strides;
         let seq_q = pass.inputs[0].shape[2];
         let queries = pass.request.batch * self.heads() * seq_q;
-        // SAFETY: a unit reads eight columns of a position that exists, and writes its own row and counters.
+        // SAFETY: a unit reads eight columns of an existing position, and writes its own row and counters.
         unsafe {
             backward_stats::stats::launch_unchecked(
                 pass.client,
@@ -259,7 +259,7 @@ impl Launch<'_> {
         }
     }
 
-    /// dK, dV and the sums of dQ.
+    /// Computes dK, dV and the sums of dQ.
     fn mainloop(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
         let (pass, part, tile, sizes) = (self.pass, self.part, self.tile, self.sizes);
         let request = pass.request;
@@ -268,7 +268,7 @@ impl Launch<'_> {
         let (heads, residue) = (self.heads(), part.residue);
         let multiprocessors = multiprocessors(pass.client.properties());
         let grid = match tile.persistent {
-            // All of them run at once: a tile may wait for one that another cube has.
+            // All cubes must run at once, because a tile may wait for one of another cube.
             true => cubes.min(multiprocessors),
             false => cubes,
         };
@@ -297,8 +297,8 @@ impl Launch<'_> {
             device_plan.apart as u32,
             sizes.rows as u32,
         );
-        // SAFETY: a cube reads the entries that the plan has for its tile; TMA reads nothing beyond its maps and adds to sums of places
-        // below `pitch` of a head, rows beyond the keys are not written, and the buffers have the lengths they say (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps, and adds to sums of places below `pitch` of
+        // a head. Rows beyond the keys are not written. The buffers have the stated lengths (see `buffer`).
         unsafe {
             backward::backward::launch_unchecked(
                 pass.client,
@@ -329,13 +329,13 @@ impl Launch<'_> {
         }
     }
 
-    /// dQ from its sums.
+    /// Computes dQ from its sums.
     fn finish(&self, buffers: &Buffers) {
         let Sizes { rows, pitch, .. } = self.sizes;
         let (pass, tile) = (self.pass, self.tile);
         let seq_q = pass.inputs[0].shape[2];
         let queries = pass.request.batch * self.heads() * seq_q;
-        // SAFETY: a unit reads the sums of its place, below `rows`, and writes eight columns of a position that exists.
+        // SAFETY: a unit reads the sums of its place, below `rows`, and writes eight columns of an existing position.
         unsafe {
             backward_stats::finish::launch_unchecked(
                 pass.client,
@@ -354,10 +354,10 @@ impl Launch<'_> {
         }
     }
 
-    /// dK and dV from the sums of the cubes that share a tile.
+    /// Computes dK and dV from the sums of the cubes that share a tile.
     fn fold(&self, sums: &Handle) {
         let (pass, tile, sizes) = (self.pass, self.tile, self.sizes);
-        // SAFETY: a unit reads the sums of eight columns of a row of dK or dV, of `kv_rows` each, and writes them.
+        // SAFETY: a unit reads the sums of eight columns of a row of dK or dV, which have `kv_rows` rows each, and writes them.
         unsafe {
             shares::fold::launch_unchecked(
                 pass.client,

@@ -1,4 +1,4 @@
-//! What the two backward kernels share: masks, and how gradients are stored.
+//! Masks and stores of gradients, which both backward kernels share.
 
 use cubecl::prelude::*;
 
@@ -7,8 +7,7 @@ use super::rows::within;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing};
 
-/// Sets scores of pairs that are not computed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
-/// `quad + 1` of every eight.
+/// Sets scores of pairs that are not allowed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and `quad + 1` of every group of eight.
 #[cube]
 pub fn mask<S: Size>(
     s_in: Vector<f32, S>,
@@ -50,20 +49,20 @@ pub fn mask<S: Size>(
     s
 }
 
-/// The two rows that a unit stores, one eight below the other.
+/// The two rows that a unit stores, eight rows apart.
 #[derive(CubeType, Clone, Copy)]
 pub struct StoredRows {
-    /// Their places among those that `listing` lists.
+    /// Their places, as `listing` lists them.
     pub place: u32,
     pub place8: u32,
     pub listing: Listing,
-    /// Positions that there are.
+    /// Number of positions.
     pub len: u32,
     /// The unit's lane.
     pub lane: u32,
 }
 
-/// Stores a unit's rows, from vector `start` on, times a factor; that of the first position is row `first`. All units call this together.
+/// Stores a unit's rows times a factor. The output begins at vector `start`, and the first position is its row `first`. All units must call it together.
 #[cube]
 pub fn store_rows<O: Size>(
     out: &mut [Vector<u32, Four>],
@@ -80,7 +79,7 @@ pub fn store_rows<O: Size>(
     let lower = target(rows.place8, start, first, rows, t);
     let mut before = Array::<Vector<u32, Four>>::new(comptime!(2 * fours));
     if comptime!(t.carry) {
-        // All of them first: each store that came between would be waited for.
+        // Load all of them first, because loads would wait for stores in between.
         #[unroll]
         for i in 0..fours {
             before[i] = read(&out[..], &upper, lane, i, t);
@@ -100,7 +99,7 @@ pub fn store_rows<O: Size>(
     }
 }
 
-/// Where a row begins for a unit: it has 16 bytes of every 64.
+/// Location of a row for a unit, which has 16 of every 64 bytes.
 #[derive(CubeType, Clone, Copy)]
 struct Target {
     at: usize,
@@ -117,14 +116,14 @@ fn target(place: u32, start: u32, first: u32, rows: &StoredRows, #[comptime] t: 
     }
 }
 
-/// A position, if there is one.
+/// A position that may not exist.
 #[derive(CubeType, Clone, Copy)]
 pub struct RowPosition {
     pub position: u32,
     pub exists: bool,
 }
 
-/// The position at a place, of `len`.
+/// Returns the position at a place, if it is below `len`.
 #[cube]
 pub fn row_position(
     place: u32,
@@ -157,7 +156,7 @@ fn read(
     four
 }
 
-/// The `i`-th 16 bytes that a unit stores of its upper or lower row.
+/// Returns the `i`-th 16 bytes that a unit stores of its upper or lower row.
 #[cube]
 fn four<O: Size>(
     acc: &Vector<f32, O>,

@@ -22,21 +22,21 @@ use crate::tensor::{check_rows, check_score, factors};
 use crate::uploaded::DevicePlan;
 use blocksparse::Residue;
 
-/// TMA's strides and addresses are multiples of 16 bytes.
+/// Strides and addresses for TMA are multiples of 16 bytes, or this many elements.
 const ALIGNMENT: usize = 8;
 
-/// Places of a head's stats, of two numbers each, are a multiple of this many for the same reason.
+/// The places of a head's stats must be a multiple of this for TMA: a place has two f32 numbers, and TMA strides are multiples of 16 bytes.
 pub(super) const TMA_PLACES: usize = 2;
 
-/// Units of a cube of kernels before and behind a mainloop.
+/// Units per cube of kernels before and after a mainloop.
 pub(super) const UNITS: usize = 256;
 
-/// Cubes of so many of them.
+/// Returns the grid with at least `units` units.
 pub(super) fn over(units: usize) -> CubeCount {
     CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1)
 }
 
-/// Whether eight keys of a call's bias lie side by side, at a multiple of 16 bytes.
+/// Whether groups of eight keys of a call's bias are contiguous and 16-byte aligned.
 pub(super) fn has_wide_bias(pass: &Pass, residue: Option<Residue>) -> bool {
     let wide = pass.options.bias.as_ref().is_some_and(|bias| {
         let first = bias.handle.offset_start.unwrap_or(0);
@@ -45,7 +45,7 @@ pub(super) fn has_wide_bias(pass: &Pass, residue: Option<Residue>) -> bool {
     wide && residue.is_none()
 }
 
-/// What kernels get of a call's options.
+/// Returns a call's options as kernel arguments.
 pub(super) fn pair_args(pass: &Pass) -> ComptimeOptionArgs<PairArgs> {
     if !pass.request.score.positions() {
         return ComptimeOptionArgs::None;
@@ -69,10 +69,10 @@ pub(super) fn pair_args(pass: &Pass) -> ComptimeOptionArgs<PairArgs> {
     ))
 }
 
-/// Whether a launch can take these tensors, which a plan cannot know.
+/// Checks what a plan does not know about the tensors of a launch.
 ///
 /// # Errors
-/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive where it has to be.
+/// [`KernelError`] if TMA cannot read a tensor, or the scale is not positive but must be.
 pub fn check(
     named: &[(&'static str, &TensorView)],
     residue: Option<Residue>,
@@ -80,7 +80,7 @@ pub fn check(
 ) -> Result<(), KernelError> {
     for &(name, tensor) in named {
         check_rows(name, tensor, ALIGNMENT)?;
-        // The last of a class of another length would be beyond the sequence, in the next head.
+        // If classes had different lengths, the last element of a shorter one would be beyond the sequence, in the next head.
         if let Some(Residue { stride, .. }) = residue
             && !tensor.shape[2].is_multiple_of(stride)
         {
@@ -94,12 +94,12 @@ pub fn check(
     check_score(options)
 }
 
-/// Checks that eights of an output's elements can be indexed.
+/// Checks that vectors of eight elements of an output can be indexed in 32 bits.
 fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> {
     KernelError::check(what, u64::from(u32::MAX) * 8, elements)
 }
 
-/// Runs the forward pass over a part into `out` and `lse`. With `carry` they hold the parts before.
+/// Runs the forward pass over a part into `out` and `lse`. With `carry`, these hold the results of earlier parts.
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
@@ -115,7 +115,7 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
     let device_plan = plan(client, part.layout, tile.tiling)?;
     let mut scales = factors(pass.options);
     let log2_e = std::f64::consts::LOG2_E;
-    // The scales of queries have the factor of scores in them.
+    // The scales of queries include the factor of scores.
     let mut lse_scale = log2_e / scales.0;
     let mut packed = None;
     if tile.fp8 {
@@ -123,8 +123,8 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
         (lse_scale, scales.0) = (log2_e, 1.0);
     }
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
-        // written, and the buffers have the lengths they say (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile. TMA reads nothing beyond its maps. Rows beyond the queries are not written.
+        // The buffers have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,
@@ -181,7 +181,7 @@ pub fn launch_mainloops(
     Ok(())
 }
 
-/// One mainloop of the backward pass, for the heads of `operands`: `stats` are those of the queries at `pitch` places of each head.
+/// Launches one mainloop of the backward pass for the heads of `operands`. `stats` are those of the queries, with `pitch` places per head.
 pub(super) fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
@@ -282,7 +282,7 @@ pub(super) fn launch_mainloop(
     Ok(())
 }
 
-/// The rows of long tiles from the sums of the cubes that shared them.
+/// Computes the rows of long tiles from the sums of the cubes that shared them.
 fn fold_long(
     pass: &BackwardPass,
     part: Part,
@@ -302,7 +302,7 @@ fn fold_long(
         (operands.second / 8) as u32,
     );
     let numbers = long.elements(&tile, batch * heads);
-    // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
+    // SAFETY: a unit reads the sums of eight columns of a row of one of the plan's tiles, and writes those of a position below `len`.
     unsafe {
         long_tiles::fold_tiles::launch_unchecked(
             pass.client,

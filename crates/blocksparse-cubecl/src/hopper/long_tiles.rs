@@ -1,14 +1,15 @@
-//! Long tiles of the two mainloops, whose steps cubes share.
+//! Long tiles of the two mainloops, whose steps several cubes share.
 //!
-//! Where all queries see a few keys, as attention sinks or the first block of native sparse attention, the tile of these keys has all queries of
-//! all heads that share them while the others have a few: one cube is the time of the mainloop. So several cubes have a stretch of the steps of
-//! such a tile each ([`balance`](super::balance) says of which tiles, and how many), write their sums in f32, and [`fold_tiles`] adds them up in order.
+//! If all queries attend to a few keys, such as attention sinks or the first block of native sparse attention, the tile of these keys has all queries of
+//! all heads that share them, while other tiles have a few. Then a single cube determines the time of the mainloop. So several cubes each take a stretch of
+//! the steps of such a tile ([`balance`](super::balance) chooses the tiles and the number of cubes) and write their sums in f32, and [`fold_tiles`] adds
+//! them up in order.
 //!
 //! ```text
-//! cubes of a head    tile 0, by falling steps      tile 1                    …    then one for each other tile
+//! cubes of a head    longest tile                  second longest            …    then one cube per other tile
 //!                    stretch 0 | 1 | … | cubes−1   stretch 0 | … | cubes−1
-//! stretch i          of the steps of all query heads, one head after the other: steps / cubes of them, the first ones one more
-//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] of a loop over columns, of one over rows dQ alone
+//! stretch i          steps / cubes consecutive steps (one more in the first ones) of the list of all query heads' steps, head after head
+//! sums               [batch, heads, tiles, cubes, dK | dV, rows, width] in a loop over columns, dQ alone in a loop over rows
 //! ```
 
 use std::fmt;
@@ -23,30 +24,30 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, PlanParts, PlanWords, TileHeads};
 use crate::shared::own_rows::{own_place, own_rows};
 
-/// Which tiles of a mainloop cubes share.
+/// Tiles of a mainloop that several cubes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LongTiles {
-    /// So many of each head, those with most steps.
+    /// Number of shared tiles per head, those with most steps.
     pub tiles: usize,
-    /// Cubes to each of them.
+    /// Cubes per shared tile.
     pub cubes: usize,
 }
 
 impl LongTiles {
-    /// None.
+    /// No shared tiles.
     pub const NONE: Self = Self { tiles: 0, cubes: 1 };
 
-    /// Whether there are any.
+    /// Whether any tiles are shared.
     pub fn any(&self) -> bool {
         self.tiles > 0
     }
 
-    /// Cubes of a head with so many tiles.
+    /// Returns the number of cubes of a head with `tiles` tiles.
     pub fn cubes_of(&self, tiles: usize) -> usize {
         tiles + self.tiles * (self.cubes - 1)
     }
 
-    /// Elements of the sums of so many heads.
+    /// Returns the number of elements of the sums of `heads` heads.
     pub(super) fn elements(&self, tile: &MainloopTile, heads: usize) -> usize {
         heads * self.tiles * self.cubes * gradients(tile) * tile.rows() * tile.dim
     }
@@ -69,7 +70,7 @@ impl fmt::Display for LongTiles {
     }
 }
 
-/// A mainloop: its tiles, and those of them that cubes share.
+/// A mainloop: its tile, and which tiles several cubes share.
 #[derive(Clone, Copy, Debug)]
 pub struct MainloopPlan {
     pub tile: MainloopTile,
@@ -82,36 +83,36 @@ impl fmt::Display for MainloopPlan {
     }
 }
 
-/// Gradients that a mainloop makes of its tiles' rows.
+/// Returns the number of gradients that a mainloop computes for its tiles' rows.
 fn gradients(tile: &MainloopTile) -> usize {
     1 + usize::from(tile.columns())
 }
 
-/// [`LongTiles`] as a mainloop gets them.
+/// [`LongTiles`] as kernel arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct TileShares {
-    /// The sums, as above.
+    /// The sums, in the layout above.
     pub sums: Box<[f32]>,
-    /// Tiles of a head that are shared,
+    /// Shared tiles per head.
     pub tiles: u32,
-    /// and cubes to each.
+    /// Cubes per shared tile.
     pub cubes: u32,
 }
 
-/// What a cube has.
+/// A cube's part of the work.
 #[derive(CubeType, Clone, Copy)]
 pub struct Share {
-    /// Its tile, by falling steps.
+    /// Rank of its tile in the order of decreasing steps.
     pub rank: u32,
-    /// Which stretch of the tile's steps,
+    /// Index of its stretch of the tile's steps.
     pub index: u32,
-    /// of how many.
+    /// Number of stretches.
     pub cubes: u32,
 }
 
 #[cube]
 impl Share {
-    /// That of the cube at a place of its head's, where `cubes` share each of so many tiles.
+    /// Returns the share of the cube at index `place` of its head, where each of the first `tiles` tiles has `cubes` cubes.
     pub fn at(place: u32, tiles: u32, cubes: u32) -> Share {
         let shared = tiles * cubes;
         let mut share = Share {
@@ -128,7 +129,7 @@ impl Share {
     }
 }
 
-/// The cube's tile, and its part of it.
+/// Returns the cube's tile, and its part of it.
 #[cube]
 pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: MainloopTile) -> Share {
     let mut rank = CUBE_POS_X;
@@ -144,18 +145,18 @@ pub fn share_of_cube(shares: &ComptimeOption<TileShares>, #[comptime] t: Mainloo
     Share { rank, index, cubes }
 }
 
-/// A stretch of the steps of a tile, of all its query heads one after the other.
+/// A stretch of a tile's steps, counted through all its query heads in order.
 #[derive(CubeType, Clone, Copy)]
 pub struct Stretch {
-    /// Steps before it,
+    /// Number of steps before it.
     pub first: u32,
-    /// and of it.
+    /// Number of its steps.
     pub steps: u32,
 }
 
 #[cube]
 impl Stretch {
-    /// The `index`-th of `cubes` that make up `all` steps.
+    /// Returns stretch `index` of `cubes` that divide `all` steps.
     pub fn of(all: u32, index: u32, cubes: u32) -> Stretch {
         let (least, more) = (all / cubes, all % cubes);
         let mut steps = least;
@@ -169,7 +170,7 @@ impl Stretch {
     }
 }
 
-/// The cube's stretch of the steps of a tile of these heads.
+/// Returns the cube's stretch of the steps of a tile of these heads.
 #[cube]
 pub fn stretch_of_cube(
     plan: &[u32],
@@ -199,15 +200,16 @@ pub fn stretch_of_cube(
     Stretch { first, steps }
 }
 
-/// The steps of a query head that are of a stretch.
+/// The steps of a query head that belong to a stretch.
 #[derive(CubeType, Clone, Copy)]
 pub struct TurnSteps {
-    /// Those of other cubes, before these.
+    /// Number of steps before these, which belong to other cubes.
     pub first: u32,
     pub end: u32,
 }
 
-/// Those of a head with so many steps: `before` steps from its first one on come before the stretch, of which so many are done.
+/// Returns the stretch's steps in a head with `steps` steps. From the head's first step on, `before` steps come before the stretch, of which `done` steps
+/// are completed.
 #[cube]
 pub fn steps_of_turn(
     before: u32,
@@ -228,14 +230,14 @@ pub fn steps_of_turn(
 /// The rows of a mainloop's tile that a unit stores.
 #[derive(CubeType, Clone, Copy)]
 pub struct MainloopRows {
-    /// The head, of all batch entries.
+    /// Index of the head over all batch entries.
     pub outer: u32,
-    /// The upper row of the tile.
+    /// Upper row in the tile.
     pub row: u32,
     pub rows: StoredRows,
 }
 
-/// Stores the unit's two rows of the `which`-th gradient, or of a cube's sums of it. The head's first row is row `outer · len` behind vector `start`.
+/// Stores the unit's two rows of gradient `which`, or a cube's sums of it. The gradient begins at vector `start`, and the head at row `outer · len`.
 #[cube]
 pub fn store_rows_or_sums<O: Size>(
     out: &mut [Vector<u32, Four>],
@@ -250,7 +252,7 @@ pub fn store_rows_or_sums<O: Size>(
 ) {
     let first = own.outer * own.rows.len;
     if comptime!(t.long_tiles) {
-        // Found again rather than kept: registers are short.
+        // Recomputed, because registers are short.
         let share = share_of_cube(shares, t);
         if share.cubes > 1 {
             let shares = shares.as_ref().unwrap();
@@ -261,7 +263,7 @@ pub fn store_rows_or_sums<O: Size>(
             let its = StoredRows {
                 place: own.row,
                 place8: own.row + 8,
-                // Rows of a tile are as they are.
+                // Rows of the sums are in the order of the tile.
                 listing: Listing {
                     stride: 1usize.runtime(),
                     class_len: 1usize.runtime(),
@@ -282,27 +284,27 @@ pub fn store_rows_or_sums<O: Size>(
     }
 }
 
-/// The numbers of [`fold_tiles`].
+/// Lengths of [`fold_tiles`].
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct FoldLengths {
-    /// Tiles of a head that are shared,
+    /// Shared tiles per head.
     pub tiles: u32,
-    /// and cubes to each.
+    /// Cubes per shared tile.
     pub cubes: u32,
-    /// Heads that the mainloop was launched for,
+    /// Number of heads of the mainloop's launch.
     pub heads: u32,
-    /// query heads to one of them,
+    /// Query heads per head of the launch.
     pub turns: u32,
-    /// and batch entries.
+    /// Number of batch entries.
     pub batches: u32,
-    /// Positions.
+    /// Number of positions.
     pub len: u32,
-    /// Vectors before dV.
+    /// Vector at which dV begins.
     pub second: u32,
 }
 
-/// Gradients of the rows of shared tiles from the sums of their cubes: a unit makes eight columns of a row. With `carry` they are added to what is
-/// there.
+/// Computes gradients of the rows of shared tiles from the sums of their cubes. A unit computes eight columns of a row. With `carry` they are added to the
+/// present values.
 #[cube(launch_unchecked)]
 pub fn fold_tiles(
     sums: &[Vector<f32, Four>],
@@ -359,7 +361,7 @@ mod tests {
     use blocksparse::Pattern;
     use blocksparse::plan::Mainloop;
 
-    /// Cubes of a head are those of its tiles, each once, the shared ones first.
+    /// The cubes of a head cover its tiles, shared ones first.
     #[test]
     fn cubes_have_all_tiles() {
         for (all, long) in [
@@ -385,7 +387,7 @@ mod tests {
         }
     }
 
-    /// The stretches of all cubes are the steps of all heads, each once and in order, and no cube has two more than another.
+    /// The stretches of all cubes cover the steps of all heads once and in order, and their lengths differ by at most one.
     #[test]
     fn stretches_make_up_all_steps() {
         let layout = Pattern::causal().layout(1, 128, 64).unwrap();

@@ -1,4 +1,4 @@
-//! What a cube of a mainloop has: its tile, the heads and steps that it goes through, and what it loads of them.
+//! A cube of a mainloop: its tile, its heads and steps, and their loads.
 
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -26,23 +26,23 @@ impl MainloopTile {
     }
 }
 
-/// A cube of a mainloop.
+/// State of a cube of a mainloop.
 #[derive(CubeType)]
 pub struct MainloopCube {
-    /// Shared memory.
+    /// Address of its shared memory.
     pub base: u32,
     /// The unit's warp and lane.
     pub warp: u32,
     pub lane: u32,
     pub batch: u32,
-    /// The head that the cube is launched for,
+    /// Head of the launch.
     pub outer: u32,
-    /// and those of its tile.
+    /// Heads of the tile.
     pub heads: TileHeads,
-    /// Word of the first tile records of heads.
+    /// Word at which the first tile records of heads are stored.
     pub heads_at: usize,
     pub tile: u32,
-    /// Where the tile's rows are.
+    /// Location of the tile's rows.
     pub rows_at: u32,
     pub stretch: Stretch,
     pub loads: Loads,
@@ -50,7 +50,7 @@ pub struct MainloopCube {
     pub cursor: Cursor,
 }
 
-/// The cube's, whose own rows and first steps are on their way. All units call this together.
+/// Returns the cube's state, and starts the loads of its own rows and first steps. All units must call it together.
 #[cube]
 pub fn begin(
     operands: &MainloopOperands<TensorMap<u32, Tiled>>,
@@ -98,7 +98,7 @@ pub fn begin(
 
     let mut index = warp + lane * comptime!(t.warps());
     if comptime!(t.shared) {
-        // The second warpgroup, which is behind, loads.
+        // The second warpgroup lags behind, so it loads.
         index = comptime!(u32::MAX).runtime();
         if warp / 4 == 1 {
             index = warp % 4 + lane * 4;
@@ -153,9 +153,9 @@ pub struct Turn {
     pub of_head: HeadOptions,
     /// Word of the head's first entry of the tile.
     pub entry: usize,
-    /// Steps whose masks matter.
+    /// Number of steps with masks. They come first.
     pub masked: u32,
-    /// Those of the cube.
+    /// Steps of the cube.
     pub steps: TurnSteps,
 }
 
@@ -169,7 +169,7 @@ impl MainloopCube {
     }
 }
 
-/// The `turn`-th query head; `before` steps from its first one on come before the cube's, of which so many are done.
+/// Returns the steps of query head `turn`. From the head's first step on, `before` steps come before the cube's, of which `done` steps are completed.
 #[cube]
 pub fn turn_of(
     cube: &MainloopCube,
@@ -197,7 +197,7 @@ pub fn turn_of(
     }
 }
 
-/// The unit's rows of the tile, and where they are stored.
+/// Returns the unit's rows of the tile, and where they are stored.
 #[cube]
 pub fn mainloop_rows(
     schedule: &Schedule,

@@ -1,6 +1,6 @@
-//! What the backward kernels of the two mainloops load: a tile's own rows, and step after step of the gathered ones.
+//! Loads of the kernels of the two mainloops: a tile's own rows, and the gathered rows of its steps.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -13,29 +13,29 @@ use crate::shared::addressing::PlanParts;
 /// Lengths of a launch of a mainloop.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct MainloopLengths {
-    /// Positions of the rows that it makes.
+    /// Number of positions of the output's rows.
     pub len: u32,
-    /// Places of a head in the stats.
+    /// Places per head in the stats.
     pub pitch: u32,
-    /// Query heads to a head of keys.
+    /// Query heads per head of keys.
     pub heads_per_kv: u32,
-    /// The vector where dV begins.
+    /// Vector at which dV begins.
     pub second: u32,
 }
 
-/// A tile's own rows.
+/// Sources of a tile's own rows.
 #[derive(CubeType, Clone, Copy)]
 pub struct OwnRows {
     pub a1: u64,
     pub a2: u64,
-    /// Where they are: see [`own_rows`](super::rows::own_rows).
+    /// Location of the rows: see [`own_rows`](super::rows::own_rows).
     pub at: u32,
     pub class_len: u32,
     pub head: u32,
     pub batch: u32,
 }
 
-/// Loads a tile's own rows, which are there when the barrier at `base` says so. All units call this together.
+/// Loads a tile's own rows, which are complete at the barrier at `base`. All units must call it together.
 #[cube]
 pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: MainloopTile) {
     if unit() == 0 {
@@ -44,7 +44,7 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Main
     let a_boxes = comptime!(t.a_boxes() as u32);
     let warp = uniform(unit() / 32);
     if unit() % 32 == 0 {
-        // Dealt to the warps: lanes of one warp would wait for each other.
+        // Distributed over the warps, because lanes of one warp would wait for each other.
         let mut index = warp;
         while index < 2 * a_boxes {
             let mut map = own.a1;
@@ -70,7 +70,7 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Main
     }
 }
 
-/// What loads are made of.
+/// Sources and targets of loads.
 #[derive(CubeType, Clone, Copy)]
 pub struct Loads {
     pub b1: u64,
@@ -79,32 +79,32 @@ pub struct Loads {
     pub base: u32,
     pub class_len: u32,
     pub batch: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
     /// Query heads per head of b1 and b2.
     pub divisor: u32,
-    /// Which of a step's boxes the unit loads: those of b1, then of b2, then the stats. More than there are: none.
+    /// Index of the unit's box of a step: those of b1 come first, then b2, then the stats. None if it exceeds the number of boxes.
     pub index: u32,
 }
 
-/// The step that is loaded next.
+/// The next step to load.
 #[derive(CubeType)]
 pub struct Cursor {
     pub head: RuntimeCell<u32>,
-    /// The head after the last one.
+    /// End of the range of heads, exclusive.
     pub end: u32,
     /// Word of the head's first entry.
     pub entry: RuntimeCell<usize>,
     pub j: RuntimeCell<u32>,
-    /// Steps of the head.
+    /// Number of steps of the head.
     pub steps: RuntimeCell<u32>,
-    /// Steps loaded so far, of all heads.
+    /// Steps loaded so far, over all heads.
     pub loaded: RuntimeCell<u32>,
-    /// Steps to load, where cubes share tiles.
+    /// Number of steps to load, if cubes share tiles.
     pub stretch: u32,
 }
 
-/// Reads the record of the cursor's head, whose steps begin with the cursor's.
+/// Reads the record of the cursor's head. The step index of the cursor is relative to that head.
 #[cube]
 pub fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor
@@ -113,7 +113,7 @@ pub fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor.steps.store(uniform(plan[record + 1]));
 }
 
-/// Loads the cursor's step, if there is one, once its buffer is free. All units call this together.
+/// Loads the cursor's step, if there is one, once its buffer is free. All units must call it together.
 #[cube]
 pub fn load_next(
     plan: &[u32],

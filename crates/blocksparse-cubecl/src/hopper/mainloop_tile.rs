@@ -1,29 +1,29 @@
-//! The comptime shape of the backward kernels of the two mainloops.
+//! Compile-time shape of the kernels of the two mainloops.
 
 use std::fmt;
 
 use super::base::{Base, with_base};
 use crate::shared::score::described_threshold;
 
-/// The comptime shape of the kernels of the two mainloops.
+/// Compile-time shape of the kernels of the two mainloops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MainloopTile {
     pub base: Base,
-    /// Width of values, no larger than that of keys. In shared memory they are as wide, with zeros behind.
+    /// Width of values, at most that of keys. In shared memory they are padded with zeros to the width of keys.
     pub value_dim: usize,
-    /// Whether two warpgroups have the same rows: one makes the weights and dV of them, the other dK. There are no registers for both in
-    /// one where heads are wider than 128.
+    /// Whether two warpgroups have the same rows: one computes the weights and dV, the other dK. For heads wider than 128, one warpgroup does not have the
+    /// registers for both.
     pub shared: bool,
-    /// Whether a loop over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
+    /// Whether a loop over columns only computes the sums of the gradients of scores over the queries of each query head.
     pub bias_sums: bool,
-    /// Whether cubes share [long tiles](super::long_tiles), which a launch says.
+    /// Whether several cubes share [long tiles](super::long_tiles). Set at launch.
     pub long_tiles: bool,
 }
 
 with_base!(MainloopTile);
 
 impl MainloopTile {
-    /// Of rows as wide as values.
+    /// Returns the shape for rows of values.
     pub(super) fn of_values(&self) -> Base {
         Base {
             dim: self.value_dim,
@@ -65,7 +65,7 @@ impl MainloopTile {
         self.b1_offset() + self.stages * self.b_bytes()
     }
 
-    /// Weights that one warpgroup hands to the other, of two steps.
+    /// Offset of the weights of two steps, which one warpgroup passes to the other.
     pub(super) fn weights_offset(&self) -> usize {
         self.b2_offset() + self.stages * self.b_bytes()
     }
@@ -78,7 +78,7 @@ impl MainloopTile {
         }
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Bytes of shared memory per cube.
     pub fn shared_bytes(&self) -> usize {
         self.weights_offset() + 2 * self.weights_bytes()
     }
@@ -87,7 +87,7 @@ impl MainloopTile {
 impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f, self.shared_bytes())?;
-        // Two warpgroups with the same rows would have to agree on what they leave out.
+        // Two warpgroups with the same rows would have to agree on what to skip.
         f.write_str(described_threshold(self.score, !self.shared))?;
         match self.shared {
             true => write!(f, ", dV and dK by a warpgroup each"),

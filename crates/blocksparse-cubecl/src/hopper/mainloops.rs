@@ -1,5 +1,5 @@
-//! The backward pass in two launches: one kernel for dQ (a loop over rows) and for dK and dV (a loop over columns), one cube per tile,
-//! one warpgroup per 64 rows of it.
+//! The backward pass in two launches of one kernel: dQ by a loop over rows, and dK and dV by a loop over columns. It has one cube per tile and one
+//! warpgroup per 64 of its rows.
 //!
 //! ```text
 //!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
@@ -9,16 +9,16 @@
 //! all warps  TMA:  b1, b2, stats of step j + stages − lag     gathered boxes of `group` rows
 //! every warpgroup, per step j:
 //!     s, dp            wgmma, both started
-//!     s done:          p, to registers as a left operand, while dp is computed
+//!     s done:          p, as a left operand in registers, while dp is computed
 //!     out2 += p · b2   wgmma, started
-//!     dp done:         ds, likewise
+//!     dp done:         ds, as a left operand in registers
 //!     out1 += ds · b1  wgmma
 //! ```
 //!
-//! With a threshold dp is started behind p, and only where a weight of the warpgroup is not below `exp(−threshold)`: else the step ends there.
+//! With a threshold, dp starts after p, and only if a weight of the warpgroup is at least `exp(−threshold)`. Otherwise the step ends there.
 //!
-//! p and ds are left operands in registers: they never go through shared memory. In a loop over columns s, p, dp and ds
-//! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
+//! p and ds are left operands in registers, and never go through shared memory. In a loop over columns, s, p, dp and ds are transposed, and lse and delta
+//! belong to columns, so TMA loads them with the step. `out1 · scale` is dQ or dK, and out2 is dV.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -38,11 +38,11 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
 
-/// `operands` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
-/// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
-/// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry` the results are added to it. Where cubes share tiles
-/// `shares` has the sums of these: see [`long_tiles`](super::long_tiles). Where biases are
-/// added to scores that are not softcapped, `cap_scale` is the scale.
+/// `operands` are tensor maps `[batch, heads, seq, dim]`, or with `residue` `[batch, heads, stride, seq / stride, dim]`. `stats` is
+/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as a buffer. `out` is `[batch, heads, len, dim]` in
+/// vectors of eight elements, with out2 from vector `second` on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry`, the results are
+/// added to it. If cubes share tiles, their sums go to `shares`: see [`long_tiles`](super::long_tiles). If biases are added to scores that are not
+/// softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_mainloop<S: Size, P: Size, O: Size>(
     operands: MainloopOperands<TensorMap<u32, Tiled>>,
@@ -72,13 +72,13 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     let a2_desc = descriptor(base + comptime!(t.a2_offset() as u32) + group_rows, 16usize);
     let b1_address = base + comptime!(t.b1_offset() as u32);
     let b2_address = base + comptime!(t.b2_offset() as u32);
-    // Depth-major for s and dp, dim-major for the outputs: the same bytes.
+    // The same bytes are K-major for s and dp, and MN-major for the outputs.
     let b1_desc = descriptor(b1_address, 16usize);
     let b2_desc = descriptor(b2_address, 16usize);
     let b1_wide = descriptor(b1_address, comptime!(t.cols * ROW));
     let b2_wide = descriptor(b2_address, comptime!(t.cols * ROW));
 
-    // Of the unit's rows `row` and `row + 8`.
+    // Stats of the unit's rows `row` and `row + 8`.
     let mut of_rows = no_row_stats();
     let places = own_places(&plan.words[..], cube.rows_at, row, comptime!(t.own_shape()));
     if comptime!(!columns) {
@@ -97,7 +97,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     let rows = unit_rows(places.upper, places.lower, listing, t.base);
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
-    // Of the gradients of scores, over the queries of the unit's rows.
+    // Sums of the gradients of scores over the queries, for each of the unit's two rows.
     let mut sum0 = f32::new(0.0);
     let mut sum1 = f32::new(0.0);
     let mut done = 0u32;
@@ -152,7 +152,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
                 if comptime!(!t.score.biased()) {
                     capped = s;
                 }
-                // The bias is added to what was softcapped.
+                // The bias is added after the softcap, so its gradient has no derivative of it.
                 let slopes = comptime!(t.score.softcap && !t.bias_sums);
                 p = slope_weights::<S>(p, capped, numbers.softcap, slopes);
                 let pending = comptime!(usize::from(columns && !t.bias_sums));
@@ -204,7 +204,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     }
 }
 
-/// Writes the sum of a key, of which four lanes have a part each, to `out` as `[batch · heads, keys]` in f32.
+/// Writes the sum of a key, which four lanes have parts of, to `out` as `[batch · heads, keys]` in f32.
 #[cube]
 fn store_sums(
     out: &mut [Vector<u32, Four>],

@@ -1,4 +1,4 @@
-//! Maps of tensors, as TMA takes them.
+//! Tensor maps for TMA.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -9,7 +9,7 @@ use crate::args::boxes_of;
 use crate::call::TensorView;
 use blocksparse::Residue;
 
-/// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.
+/// Returns a map of `[rows, pitch, 2]` numbers with boxes of `group` places.
 pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
     let boxes = TiledArgs {
         tile_size: [1, group * 2].into(),
@@ -20,7 +20,7 @@ pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> Ten
     TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
 }
 
-/// A map whose boxes have `rows` rows of 64 columns.
+/// Returns a map with boxes of `rows` rows and 64 columns.
 pub fn tensor_map(
     tensor: &TensorView,
     rows: usize,
@@ -30,7 +30,7 @@ pub fn tensor_map(
     map_of(tensor, [rows, ROW_ELEMENTS], residue, dtype)
 }
 
-/// A map whose boxes have these rows and columns.
+/// Returns a map with boxes of these rows and columns.
 pub(super) fn map_of(
     tensor: &TensorView,
     [rows, columns]: [usize; 2],
@@ -57,7 +57,7 @@ pub(super) fn map_of(
             vec![1, 1, 1, rows, columns],
         ),
     };
-    // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
+    // Strides of dimensions of length 1 are arbitrary, but those of a map must be multiples of 16 bytes.
     for (stride, length) in strides.iter_mut().zip(&shape) {
         if *length == 1 {
             *stride = dim;
@@ -65,6 +65,6 @@ pub(super) fn map_of(
     }
     let last = strides.len() - 1;
     strides[last] = 1;
-    // SAFETY: the view's shape and strides, whose elements its handle holds; classes are those of a sequence that the stride divides.
+    // SAFETY: shape and strides are the view's, whose elements its handle holds. If there are classes, the stride divides the sequence.
     unsafe { boxes_of(&tensor.handle, &shape, &strides, &boxes, dtype) }
 }

@@ -1,9 +1,8 @@
 //! The `hopper` tier: wgmma and TMA, bf16 and f16, on GPUs of compute capability 9.0.
 //!
-//! Keys and values of a step are gathered by TMA, one box of `group` rows per entry, side by side in shared memory.
-//! The 128-byte swizzle repeats after 8 rows, so boxes of 8, 16, … rows make up the layout wgmma reads.
-//! A head_dim between multiples of 64 is filled up with zeros by TMA, in shared memory only. With positions listed by
-//! residue class the maps have the class as a dimension of its own, so that a box is strided in memory.
+//! TMA gathers the keys and values of a step, with one box of `group` rows per entry, contiguously in shared memory. The 128-byte swizzle repeats after 8
+//! rows, so boxes of 8, 16, … rows form the layout that wgmma reads. If head_dim is not a multiple of 64, TMA pads it with zeros, in shared memory only. If
+//! positions are listed by residue class, tensor maps have the class as a dimension, so that a box is strided in memory.
 
 mod backward;
 mod backward_chain;

@@ -1,13 +1,13 @@
-//! What scores depend on besides products: ALiBi, biases given or of distances; and the arguments of dropout.
+//! Options of scores besides products: ALiBi, the bias tensor, the table of distances, and the arguments of dropout.
 //!
-//! All of it is a function of positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two columns side by side of every
-//! eight; what its numbers are of, in the order of the wgmma's result, is
+//! All of them depend on positions. A unit has two rows of a step's scores, `r` and `r + 8`, and two adjacent columns of every group of eight. In the order
+//! of wgmma's result, its elements belong to
 //!
 //! ```text
-//! number 4 · eight + i      row r + 8 · (i / 2), column 8 · eight + 2 · (lane mod 4) + i mod 2
+//! element 4 · n + i      row r + 8 · (i / 2), column 8 · n + 2 · (lane mod 4) + i mod 2
 //! ```
 //!
-//! The eight are places side by side of one block, and of one residue class. In a loop over columns rows are keys.
+//! The columns of a group of eight are consecutive places of one block and one residue class. In a loop over columns, rows are keys.
 
 use cubecl::prelude::*;
 
@@ -19,35 +19,35 @@ use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, ta
 use crate::shared::dropout::Mask;
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
 
-/// The options of a call, as a kernel gets them.
+/// The options of a call as kernel arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct PairArgs {
     /// ALiBi slopes, `[heads]`.
     pub slopes: ComptimeOption<Box<[f32]>>,
-    /// The bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, as its bits.
+    /// Bias tensor `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, as bits.
     pub bias: ComptimeOption<Box<[u16]>>,
-    /// The biases of distances.
+    /// Table of distances.
     pub table: ComptimeOption<TableArgs>,
-    /// The elements of all of them.
+    /// Scalars of the options.
     pub pairs: PairScalars,
 }
 
-/// What of a call's options is the same for all its pairs.
+/// Options of a call that are the same for all pairs.
 #[derive(CubeType, CubeLaunch)]
 pub struct PairScalars {
-    /// Numbers of queries
+    /// Number of queries.
     pub queries: u32,
-    /// and keys.
+    /// Number of keys.
     pub keys: u32,
-    /// Bytes of the bias between batch entries,
+    /// Stride of the bias's batch entries in bytes.
     pub bias_batch: u64,
-    /// heads,
+    /// Stride of its heads in bytes.
     pub bias_head: u64,
-    /// and queries.
+    /// Stride of its queries in bytes.
     pub bias_row: u32,
     /// The generator of dropout.
     pub mask: Mask,
-    /// What weights that are kept are multiplied by.
+    /// Factor of the weights that dropout keeps.
     pub factor: f32,
 }
 
@@ -58,11 +58,11 @@ pub struct HeadOptions {
     pub batch: u32,
     /// Query head.
     pub head: u32,
-    /// What scores change by with a distance of 1.
+    /// Change of scores per unit of distance.
     per_distance: f32,
-    /// Where the head's bias begins.
+    /// Address of the head's bias.
     bias: u64,
-    /// Its biases of distances.
+    /// Its table of distances.
     table: HeadTable,
 }
 
@@ -99,19 +99,19 @@ pub fn options_of(
     }
 }
 
-/// The positions of the unit's rows.
+/// Positions of the unit's rows.
 #[derive(CubeType, Clone, Copy)]
 pub struct UnitRows {
-    /// Of the first
+    /// Position of the upper row.
     pub upper: u32,
-    /// and of the one eight rows below.
+    /// Position of the row eight below.
     pub lower: u32,
 }
 
-/// A position beyond every sequence, from which a step's columns do not overflow.
+/// A position beyond every sequence, small enough that a step's columns do not overflow.
 const NOWHERE: i64 = 1 << 30;
 
-/// The position at a place.
+/// Returns the position at a place.
 #[cube]
 pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> u32 {
     let mut position = place;
@@ -125,7 +125,7 @@ pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> 
     position
 }
 
-/// The positions of the unit's rows, from their places.
+/// Returns the positions of the unit's rows, given their places.
 #[cube]
 pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: Base) -> UnitRows {
     UnitRows {
@@ -134,7 +134,7 @@ pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: Base)
     }
 }
 
-/// The positions of the unit's rows of a tile, where something depends on them.
+/// Returns the positions of the unit's rows of a tile, or 0 if nothing depends on them.
 #[cube]
 pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Base) -> UnitRows {
     let mut upper = 0u32;
@@ -148,7 +148,7 @@ pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Base) -> UnitRow
     unit_rows(upper, lower, &plan.listing, t)
 }
 
-/// Softcaps products, if they are to be `capped`: `softcap · tanh x`, x being `s · cap_scale / 2 log2 e`.
+/// Softcaps products if `capped`: `softcap · tanh x` with `x = s · cap_scale / 2 log2 e`.
 #[cube]
 pub fn cap<S: Size>(
     s: &mut Vector<f32, S>,
@@ -167,8 +167,8 @@ pub fn cap<S: Size>(
     }
 }
 
-/// Weights times the slope of the softcap, `1 − (s / softcap)²` of scores that it has made, or that are −∞. A division for
-/// each pair would be ten instructions.
+/// Multiplies weights by the derivative of the softcap, `1 − (s / softcap)²`, for scores that are softcapped or −∞. A division per pair would take ten
+/// instructions.
 #[cube]
 pub fn slope_weights<S: Size>(
     p: Vector<f32, S>,
@@ -189,8 +189,8 @@ pub fn slope_weights<S: Size>(
     sloped
 }
 
-/// Makes scores of softcapped products, or else of products: `scale · s − slope · |distance| + bias + table[distance]`, the last query
-/// sitting at the last key. The step's first entry is at word `entry`.
+/// Turns products, or softcapped products, into scores: `scale · s − slope · |distance| + bias + table[distance]`, with the last query aligned to the last
+/// key. The step's first entry is at word `entry`.
 #[cube]
 pub fn add_biases<S: Size>(
     s_in: Vector<f32, S>,
@@ -284,15 +284,15 @@ pub fn add_biases<S: Size>(
     s
 }
 
-/// Where the bias of one of the unit's rows is.
+/// The bias of one of the unit's rows.
 #[derive(CubeType, Clone, Copy)]
 struct BiasRow {
     position: u32,
-    /// The address of its first column,
+    /// Address of its first column.
     begin: u64,
-    /// and the column that ends it: 0 for a row beyond the sequence.
+    /// End column, exclusive: 0 for a row beyond the sequence.
     end: u32,
-    /// Bytes between queries.
+    /// Stride of queries in bytes.
     query: u32,
 }
 
@@ -317,7 +317,7 @@ fn bias_row(
     }
 }
 
-/// The bias of a row and the column at position `col`, or 0 beyond the sequences.
+/// Returns the bias of a row and the column at position `col`, or 0 beyond the sequences.
 #[cube]
 fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: Base) -> f32 {
     let mut step = 2u64;
@@ -327,8 +327,8 @@ fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: Base) 
     read_half(row.begin + u64::cast_from(col) * step, col, row.end, t.half)
 }
 
-/// The place of the eight columns that a lane reads of 32: the first of them, and in a loop over columns, where they are queries, the
-/// one whose bias it reads.
+/// Returns the place of the eight of 32 columns that a lane reads: the first of them. In a loop over columns, columns are queries, and it is the one whose
+/// bias the lane reads.
 #[cube]
 fn wide_place(plan: &[u32], entry: usize, #[comptime] part: usize, #[comptime] t: Base) -> u32 {
     let lane = unit() % 32;
@@ -342,8 +342,8 @@ fn wide_place(plan: &[u32], entry: usize, #[comptime] part: usize, #[comptime] t
     place
 }
 
-/// A unit reads 16 bytes, a query and eight keys, of one of four eights of columns, and trades them for its own two numbers, or for
-/// those of [`bias_word`], of all four.
+/// Reads 16 bytes of bias, which are one query and eight keys, of one of four groups of eight columns. Exchanges them for the unit's own two numbers of all
+/// four groups, or for those of [`bias_word`].
 #[cube]
 fn read_wide(row: &BiasRow, place: u32, #[comptime] t: Base) -> Vector<u32, Const<4>> {
     let lane = unit() % 32;
@@ -358,7 +358,7 @@ fn read_wide(row: &BiasRow, place: u32, #[comptime] t: Base) -> Vector<u32, Cons
     trade_four(read_four_words(at, place, row.end), lane)
 }
 
-/// The unit's two numbers of an eight: in a loop over columns they lie in rows of keys, and eight queries.
+/// Returns the unit's two numbers of a group of eight. In a loop over columns, rows are keys, and the group has eight queries.
 #[cube]
 fn bias_word(word: u32, #[comptime] t: Base) -> u32 {
     let mut own = word;

@@ -13,12 +13,12 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, PlanWords};
 use crate::shared::own_rows::own_place;
 
-/// What is written of a row.
+/// Compile-time parameters of an output row.
 #[derive(Clone, Copy, Debug)]
 pub struct OutShape {
     pub value_dim: usize,
     pub half: Half,
-    /// Whether weights are dropped out.
+    /// Whether weights have dropout.
     pub dropout: bool,
 }
 
@@ -32,7 +32,7 @@ impl OutShape {
     }
 }
 
-/// The unit's row `offset` rows below its first one.
+/// Returns the unit's row `offset` rows below its first one.
 #[cube]
 pub fn row_of_unit(
     plan: &PlanWords,
@@ -53,8 +53,8 @@ pub fn quad_sum(x: f32) -> f32 {
     x + shuffle_xor(x, 2u32)
 }
 
-/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its
-/// `lse = (m + log2 l) · ln 2`. With dropout `factor` is that of what is kept. A row without keys gets 0 and −∞.
+/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its `lse = (m + log2 l) · ln 2`. `factor` is that of dropout. A
+/// row without keys gets 0 and −∞.
 #[cube]
 pub fn store_row<O: Size>(
     out: &mut [Vector<u32, Four>],
@@ -114,7 +114,7 @@ pub fn write_row<O: Size>(
     }
 }
 
-/// The largest scores of the unit's two rows, if they are written: apart from the softmax's maxima, which follow them late.
+/// The largest scores of the unit's two rows, if they are written. They are separate from the softmax's maxima, which are raised only by large steps.
 #[derive(CubeType)]
 pub struct RowTops {
     of_rows: Array<f32>,
@@ -132,7 +132,7 @@ impl RowTops {
         RowTops { of_rows }
     }
 
-    /// With those of a step.
+    /// Updates them with those of a step.
     pub fn raise(&mut self, upper: f32, lower: f32, #[comptime] t: Tile) {
         if comptime!(t.max_scores) {
             self.of_rows[0] = larger(self.of_rows[0], upper);
@@ -140,7 +140,7 @@ impl RowTops {
         }
     }
 
-    /// Stores one of them in natural units. With `carry` there is that of the parts before.
+    /// Stores one of them in natural units. With `carry`, takes the maximum with that of earlier parts.
     pub fn store(
         &self,
         max_scores: &mut [f32],
@@ -161,7 +161,7 @@ impl RowTops {
     }
 }
 
-/// The `i`-th 16 bytes of what `store_row` wrote, where there is such a row.
+/// Reads the `i`-th 16 bytes of what `store_row` wrote, if the row exists.
 #[cube]
 pub fn read_four(
     out: &[Vector<u32, Four>],
@@ -179,7 +179,7 @@ pub fn read_four(
     four
 }
 
-/// Puts the unit's upper or lower row where it is in the output.
+/// Unpacks the unit's upper or lower row into its part of the output in registers.
 #[cube]
 pub fn unpack_row<O: Size>(
     o_in: Vector<f32, O>,

@@ -1,4 +1,4 @@
-//! The comptime shape of the kernel of a bias's gradient.
+//! Compile-time shape of the kernel of a bias's gradient.
 
 use std::fmt;
 
@@ -10,16 +10,16 @@ use crate::shared::score::described_threshold;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PairTile {
     pub base: Base,
-    /// Whether heads and batch entries of several patterns share the bias.
+    /// Whether heads and batch entries with different patterns share the bias.
     pub several: bool,
-    /// Whether two neighbouring numbers of the gradient lie at a multiple of eight bytes.
+    /// Whether pairs of neighbouring elements of the gradient are 8-byte aligned.
     pub wide: bool,
 }
 
 with_base!(PairTile);
 
 impl PairTile {
-    /// The same with the given bias and nothing else, added to scores.
+    /// Returns the shape with only the bias tensor added to scores.
     pub(super) fn only_bias(&self) -> Base {
         let mut base = self.base;
         let score = &mut base.score;
@@ -27,14 +27,14 @@ impl PairTile {
         base
     }
 
-    /// The same without the given bias.
+    /// Returns the shape without the bias tensor.
     pub(super) fn other_biases(&self) -> Base {
         let mut base = self.base;
         (base.score.bias, base.wide_bias) = (false, false);
         base
     }
 
-    /// Boxes of a product.
+    /// Boxes of a product's operands.
     pub(super) fn boxes(&self) -> usize {
         self.a_boxes() + self.entries() * self.spans()
     }
@@ -44,7 +44,7 @@ impl PairTile {
         (self.rows() + self.cols) * self.spans() * ROW
     }
 
-    // Byte offsets in shared memory. The number of the tile comes first.
+    // Byte offsets in shared memory. The index of the tile comes first.
 
     pub(super) fn full(&self) -> u32 {
         8
@@ -63,12 +63,12 @@ impl PairTile {
         self.rows() / self.warpgroups * self.cols * 2
     }
 
-    /// Of the bias, behind the stages.
+    /// Offset of the bias, after the stages.
     pub(super) fn bias_offset(&self) -> usize {
         self.stages_offset() + self.stages * self.stage_bytes()
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Bytes of shared memory per cube.
     pub fn shared_bytes(&self) -> usize {
         self.bias_offset() + self.warpgroups * self.bias_bytes()
     }

@@ -1,4 +1,4 @@
-//! A tile's own rows, and how a unit's elements of a row become operands and 16 bytes of memory.
+//! A tile's own rows, and the packing of a unit's elements into operands and 16-byte stores.
 
 use cubecl::prelude::*;
 
@@ -9,14 +9,14 @@ use crate::shared::own_rows::{OwnShape, own_place};
 /// A unit holds parts of rows `r` and `r + 8`.
 pub const ROW_PAIR: u32 = 8;
 
-/// Places of two of a tile's own rows, of which a unit has parts.
+/// Places of the two own rows that a unit has parts of.
 #[derive(CubeType, Clone, Copy)]
 pub struct RowPlaces {
     pub upper: u32,
     pub lower: u32,
 }
 
-/// The places of the unit's own rows: `row`, and [`ROW_PAIR`] after it.
+/// Returns the places of the unit's own rows `row` and `row + ROW_PAIR`.
 #[cube]
 pub fn own_places(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) -> RowPlaces {
     let upper = own_place(plan, rows, row, own);
@@ -24,7 +24,7 @@ pub fn own_places(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) 
     RowPlaces { upper, lower }
 }
 
-/// Loads box `index` of a tensor's own rows of a tile to shared memory, where they begin at `start`.
+/// Loads box `index` of a tile's own rows of a tensor into the shared memory at `start`.
 #[cube]
 pub fn load_own(
     map: u64,
@@ -47,7 +47,7 @@ pub fn load_own(
     );
 }
 
-/// Whether the width has the eight of the `i`-th 32 columns of a row that a unit stores.
+/// Whether the width includes the unit's group of eight columns within the `i`-th 32 columns.
 #[cube]
 pub fn within(lane: u32, #[comptime] i: usize, #[comptime] dim: usize) -> bool {
     let mut is = true.runtime();
@@ -57,7 +57,7 @@ pub fn within(lane: u32, #[comptime] i: usize, #[comptime] dim: usize) -> bool {
     is
 }
 
-/// `p` as the left operand of a product. Its registers 4k … 4k + 3 are those of depth step k.
+/// Packs `p` as the left operand of a product. Registers 4k … 4k + 3 belong to depth step k.
 #[cube]
 pub fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> Vector<u32, P> {
     let mut p = Vector::<u32, P>::zeroed();

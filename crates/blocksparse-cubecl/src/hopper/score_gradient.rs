@@ -1,4 +1,4 @@
-//! Weights of a step made again, and the gradients of its scores: what the backward kernels make of products.
+//! Recomputation of a step's weights, and the gradients of its scores, in the backward kernels.
 
 use cubecl::prelude::*;
 
@@ -10,13 +10,13 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::Four;
 use crate::shared::score::ScoreScalars;
 
-/// The shape of a step's weights. The stats of columns, if those are queries, are in shared memory.
+/// Compile-time parameters of a step's weights. If columns are queries, their stats are in shared memory.
 #[derive(Clone, Copy)]
 pub struct WeightShape {
     pub base: Base,
-    /// Bytes between the stats of eight columns.
+    /// Bytes between the stats of consecutive groups of eight columns.
     pub stats_eight: u32,
-    /// Whether weights are given in half precision.
+    /// Whether weights are passed in half precision.
     pub packed: bool,
 }
 
@@ -31,7 +31,7 @@ pub struct RowStats {
     pub delta1: f32,
 }
 
-/// Those of rows that are keys.
+/// Returns zeros, for rows that are keys.
 #[cube]
 pub fn no_row_stats() -> RowStats {
     RowStats {
@@ -42,7 +42,7 @@ pub fn no_row_stats() -> RowStats {
     }
 }
 
-/// lse and delta of the unit's two columns of an eight, one after the other.
+/// Returns lse and delta of the unit's two columns in a group of eight: first column, then second.
 #[cube]
 fn column_stats(
     stats: u32,
@@ -56,7 +56,7 @@ fn column_stats(
     four
 }
 
-/// `p = exp2(s · log2_scale − lse)`, of the `blocks` that are kept. The stats of columns are at `stats`.
+/// Computes `p = exp2(s · log2_scale − lse)` for the blocks whose bits are set in `blocks`. `stats` is the address of the stats of columns.
 #[cube]
 pub fn weights_of<S: Size>(
     s: Vector<f32, S>,
@@ -93,7 +93,7 @@ pub fn weights_of<S: Size>(
     p
 }
 
-/// Whether any weight of the `units` that meet at a barrier is not below `exp(−threshold)`.
+/// Whether any weight of the `units` units at a barrier is at least `exp(−threshold)`.
 #[cube]
 pub fn weights_count<S: Size>(
     p: &Vector<f32, S>,
@@ -115,7 +115,7 @@ pub fn weights_count<S: Size>(
     }
 }
 
-/// `ds = p ∘ (dp − delta)`, with dropout of the `kept` pairs, the weights being `packed` where the shape says so.
+/// Computes `ds = p ∘ (dp − delta)`, with dropout for the `kept` pairs. The weights are in `packed` if the shape says so.
 #[cube]
 pub fn gradients_of_scores<S: Size, P: Size>(
     dp_in: Vector<f32, S>,

@@ -1,8 +1,8 @@
-//! The sums of cubes that share the queries of a tile of keys.
+//! Sums of cubes that share the queries of a tile of keys.
 //!
-//! A cube of the fused backward pass has a tile of keys and all query heads that share them. Few keys make few cubes, and under a causal
-//! mask the first tile has twice the queries of the mean: then the longest cube is the time of the pass. So cubes share the query heads of a
-//! tile ([`balance`](super::balance) says how many), each writes its sums of dK and dV in f32, and [`fold`] adds them up in order.
+//! A cube of the fused backward pass has a tile of keys and all query heads that share them. Few keys make few cubes, and under a causal mask the first
+//! tile has twice the mean number of queries, so the longest cube determines the time of the pass. So several cubes share the query heads of a tile
+//! ([`balance`](super::balance) chooses how many). Each writes its sums of dK and dV in f32, and [`fold`] adds them up in order.
 //!
 //! ```text
 //! sums   [shares, dK | dV, batch, kv_heads, seq_kv, width]
@@ -35,8 +35,8 @@ pub fn store_gradient<O: Size>(
     }
 }
 
-/// Stores the unit's two rows of sums at an address, times a factor; those of the first position are row `first`. A unit has two columns of each eight, and
-/// writes them as they are: of stores of 16 bytes ptxas would move the sums to four registers side by side, in the mainloop already.
+/// Stores the unit's two rows of sums times a factor. The first position is row `first` of `sums`. A unit has two columns of each group of eight, and
+/// stores pairs. For stores of 16 bytes, ptxas would move the sums to four adjacent registers, even in the mainloop.
 #[cube]
 pub fn store_sums<O: Size>(
     sums: u64,
@@ -66,8 +66,8 @@ pub fn store_sums<O: Size>(
     }
 }
 
-/// dK and dV from the sums of all shares: a unit makes eight columns of a row, of `rows` of each. dV begins at vector `second`. With
-/// `carry` they are added to what is there.
+/// Computes dK and dV from the sums of all shares. A unit computes eight columns of a row. Both have `rows` rows, and dV begins at vector `second`. With
+/// `carry`, they are added to the present values.
 #[cube(launch_unchecked)]
 pub fn fold(
     sums: &[Vector<f32, Four>],
@@ -92,8 +92,8 @@ pub fn fold(
     }
 }
 
-/// Adds up the eight numbers at vector `at` of each of `shares` that are `between` vectors apart, in order, to vector `target`. With `carry` they are
-/// added to what is there.
+/// Adds up eight numbers of each of `shares` shares in order, and stores them at vector `target`. A share's numbers are at vector `at`, `between` vectors
+/// after the previous share's. With `carry`, they are added to the present values.
 #[cube]
 pub fn fold_eight(
     sums: &[Vector<f32, Four>],

@@ -7,21 +7,21 @@ use super::tiles::Tile;
 use crate::arch::sm90::*;
 use crate::shared::score::SLACK;
 
-/// How far below the largest exponent `m` begins, and by how much more one may exceed it: weights are below 2⁸.
+/// `m` is set this far below the largest exponent, and replaced if an exponent exceeds it by more than the slack, so weights are at most 2⁸.
 const FP8_BELOW: f32 = 7.0;
 const FP8_SLACK: f32 = 8.0;
-/// From it an integer is subtracted whose power of two is wanted: the last bits are then the exponent of the inverse.
+/// Equals 2²³ + 127. Subtracting an integer `n` leaves the biased exponent of `2⁻ⁿ` in the last mantissa bits.
 const EXPONENTS: f32 = 8_388_735.0;
 
 #[derive(CubeType)]
 pub struct Softmax<S: Size> {
     pub p: Vector<f32, S>,
-    // Of the unit's two rows, `l` over its own columns.
+    // Softmax state of the unit's two rows, with `l` over its own columns.
     pub m0: f32,
     pub m1: f32,
     pub l0: f32,
     pub l1: f32,
-    /// Factors of what was summed before.
+    /// Factors of the earlier sums.
     pub a0: f32,
     pub a1: f32,
     /// The step's largest scores.
@@ -29,8 +29,8 @@ pub struct Softmax<S: Size> {
     pub top1: f32,
 }
 
-/// One step of online softmax. Of coarse entries, whose rows have so many `blocks`, over those that the warp's rows keep: what the scores of the others are does
-/// not matter.
+/// Performs a step of online softmax. With coarse entries, which have `blocks` blocks per row, only blocks whose bits are set in `kept` count; scores of
+/// the others are arbitrary.
 #[cube]
 pub fn softmax<S: Size>(
     s: Vector<f32, S>,
@@ -53,7 +53,7 @@ pub fn softmax<S: Size>(
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
-    // Exactly 1 where the maximum stays.
+    // The factor is exactly 1 if the maximum stays.
     let a0 = exp2((old_m0 - m0) * log2_scale);
     let a1 = exp2((old_m1 - m1) * log2_scale);
     let mut p = s;
@@ -63,7 +63,7 @@ pub fn softmax<S: Size>(
     let mut l3 = f32::new(0.0);
     #[unroll]
     for block in 0..count {
-        // Added to a score, −∞ makes a weight of 0: two choices for the block, not one for each of its numbers.
+        // Adding −∞ to a score makes its weight 0. This takes two selects per block instead of one per element.
         let (n0, n1) = if comptime!(blocks.is_some()) {
             let its = keeps(kept, block);
             (select(its, n0, infinity), select(its, n1, infinity))
@@ -93,7 +93,7 @@ pub fn softmax<S: Size>(
     }
 }
 
-/// One step of online softmax over products in FP8, with the factors of their blocks of keys: `m` is a power of two, below the largest exponent.
+/// Performs a step of online softmax over products in FP8, with the factors of their blocks of keys. `m` is a base-2 exponent, below the largest one.
 #[cube]
 pub fn softmax_of_products<S: Size>(
     s: Vector<f32, S>,
@@ -121,7 +121,7 @@ pub fn softmax_of_products<S: Size>(
     let (top0, top1) = (quad_max(top0), quad_max(top1));
     let m0 = select(top0 - old_m0 > FP8_SLACK, top0 - FP8_BELOW, old_m0);
     let m1 = select(top1 - old_m1 > FP8_SLACK, top1 - FP8_BELOW, old_m1);
-    // Exactly 1 where the maximum stays.
+    // The factor is exactly 1 if the maximum stays.
     let (a0, a1) = (exp2(old_m0 - m0), exp2(old_m1 - m1));
     let mut p = s;
     let mut l0 = old_l0 * a0;
@@ -159,7 +159,7 @@ pub fn softmax_of_products<S: Size>(
     }
 }
 
-/// The unit's weights of eight columns: two of its upper row, and two of its lower one.
+/// The unit's weights in eight columns: two of its upper row, and two of its lower row.
 #[derive(CubeType, Clone, Copy)]
 struct EightWeights {
     upper0: f32,
@@ -168,7 +168,7 @@ struct EightWeights {
     lower1: f32,
 }
 
-/// Those of the scores from element `at` on, `exp2(s · factor + n)` with the `n` of each row, which are put into `p`.
+/// Computes `exp2(s · factor + n)` of the scores from element `at` on, with the `n` of each row, and stores the weights in `p`.
 #[cube]
 fn weights_of_eight<S: Size>(
     s: Vector<f32, S>,
@@ -201,7 +201,7 @@ pub struct Largest {
     pub lower: f32,
 }
 
-/// Those of the unit's columns.
+/// Returns the largest scores over the unit's columns.
 #[cube]
 pub fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
     let width = S::value();
@@ -222,7 +222,7 @@ pub fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
     }
 }
 
-/// Those of so many eights of columns from element `first` on.
+/// Returns the largest scores over `eights` groups of eight columns from element `first` on.
 #[cube]
 fn largest_of_eights<S: Size>(
     s: Vector<f32, S>,
@@ -242,7 +242,7 @@ fn largest_of_eights<S: Size>(
     Largest { upper, lower }
 }
 
-/// Those of all columns, or of the blocks that the warp's rows keep.
+/// Returns the largest scores over all columns, or over the blocks whose bits are set in `kept`.
 #[cube]
 pub fn largest_kept<S: Size>(
     s: Vector<f32, S>,
@@ -274,13 +274,13 @@ fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] blocks: 
     Largest { upper, lower }
 }
 
-/// The old maximum, unless the new one exceeds it by more than the slack.
+/// Returns the old maximum, unless the new one exceeds it by more than the slack.
 #[cube]
 pub fn next_max(old: f32, new: f32, log2_scale: f32) -> f32 {
     select((new - old) * log2_scale > f32::new(SLACK), new, old)
 }
 
-/// Four neighbouring lanes share a row.
+/// Returns the maximum over the four neighbouring lanes that share a row.
 #[cube]
 pub fn quad_max(x: f32) -> f32 {
     let x = larger(x, shuffle_xor(x, 1u32));
@@ -307,7 +307,7 @@ pub fn rescale<O: Size>(
     o
 }
 
-/// `a · o + x`.
+/// Computes `a · o + x`.
 #[cube]
 pub fn add_scaled<O: Size>(
     o_in: Vector<f32, O>,

@@ -1,6 +1,6 @@
-//! A step of the forward kernel: its scores, and what becomes of the sums of its rows.
+//! A step of the forward kernel: its scores, weights and sums.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -18,7 +18,7 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::PlanWords;
 use crate::shared::score::ScoreScalars;
 
-/// What is made of the pairs of a unit besides their products.
+/// Inputs of a unit's scores besides products.
 #[derive(CubeType, Clone, Copy)]
 pub struct UnitPairs {
     pub of_head: HeadOptions,
@@ -27,7 +27,7 @@ pub struct UnitPairs {
     pub fp8: ComptimeOption<TileScales>,
 }
 
-/// In FP8, the scales of the first step.
+/// Returns the scales of the first step, in FP8.
 #[cube]
 pub fn first_scales(
     plan: &PlanWords,
@@ -42,16 +42,16 @@ pub fn first_scales(
     }
 }
 
-/// What is known of a step's pairs before their scores are there.
+/// Data of a step's pairs that does not depend on their scores.
 #[derive(CubeType)]
 pub struct StepPairs {
-    /// Mask bits, where they are read early.
+    /// Mask bits, if they are read early.
     bits: Array<u32>,
-    /// With dropout, which pairs are kept.
+    /// Pairs that dropout keeps.
     pub kept: Array<u32>,
-    /// Of a coarse entry, which blocks the warp's rows keep.
+    /// Bits of a coarse entry: the blocks that the warp's rows attend to.
     blocks: u32,
-    /// In FP8, the factors of products.
+    /// Factors of products, in FP8.
     factors: ComptimeOption<Array<f32>>,
 }
 
@@ -82,7 +82,7 @@ pub fn step_pairs(
     }
 }
 
-/// The softmax of a unit's two rows, `l` over its own columns, and the weighted sum of values.
+/// Softmax state of a unit's two rows, with `l` over its own columns, and the weighted sum of values.
 #[derive(CubeType)]
 pub struct RowSums<O: Size> {
     pub m0: f32,
@@ -95,7 +95,7 @@ pub struct RowSums<O: Size> {
 
 #[cube]
 impl<O: Size> RowSums<O> {
-    /// With the maxima and sums of a step.
+    /// Takes over the maxima and sums of a step.
     pub fn take<S: Size>(&mut self, step: &Softmax<S>, #[comptime] t: Tile) {
         self.m0 = step.m0;
         self.m1 = step.m1;
@@ -104,7 +104,7 @@ impl<O: Size> RowSums<O> {
         self.tops.raise(step.top0, step.top1, t);
     }
 
-    /// Whether any score of the warpgroup's rows is not below its maximum by more than the threshold. The four warps call this together.
+    /// Whether any score of the warpgroup's rows is within the threshold of its running maximum. The four warps must call it together.
     pub fn counts<S: Size>(
         &mut self,
         s: Vector<f32, S>,
@@ -125,8 +125,8 @@ impl<O: Size> RowSums<O> {
     }
 }
 
-/// The scores of step `j`, whose products `started` were started before the last `pending` ones: softcapped, with biases, and −∞ where masked. Its keys are
-/// free to be overwritten, at `stage`, when the products are there.
+/// Returns the scores of step `j`: softcapped, with biases, and −∞ where masked. Waits until at most `pending` products after `started` are unfinished.
+/// Once the products are complete, marks the keys at `stage` as free.
 #[cube]
 pub fn step_scores<S: Size>(
     started: Vector<f32, S>,
@@ -186,7 +186,7 @@ pub fn step_scores<S: Size>(
     s
 }
 
-/// The weights of a step's scores.
+/// Returns the weights of a step's scores.
 #[cube]
 pub fn weights_of_scores<S: Size, O: Size>(
     s: Vector<f32, S>,
@@ -245,7 +245,7 @@ pub fn mask_words(
     }
 }
 
-/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
+/// Returns the mask bits of step `j`, if it has a mask and masks are read early, before the scores.
 #[cube]
 fn mask_bits(plan: &[u32], own: &TileSteps, j: u32, #[comptime] t: Tile) -> Array<u32> {
     let mut bits = Array::<u32>::new(comptime!(t.cols / 16));

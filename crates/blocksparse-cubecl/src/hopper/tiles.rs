@@ -1,4 +1,4 @@
-//! The comptime shapes of the kernels, and where their parts lie in shared memory.
+//! Compile-time shapes of the kernels, and offsets of their parts in shared memory.
 
 use std::fmt;
 
@@ -9,19 +9,19 @@ use crate::shared::score::described_threshold;
 
 with_base!(Tile, BackwardTile);
 
-/// The comptime shape of the forward kernel.
+/// Compile-time shape of the forward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
     pub base: Base,
     /// Whether products are of E4M3.
     pub fp8: bool,
-    /// Width of values, no larger than that of keys.
+    /// Width of values, at most that of keys.
     pub value_dim: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
     /// Whether each row's largest score is written.
     pub max_scores: bool,
-    /// Whether tiles of all heads begin in turn, the longest first, and not head after head.
+    /// Whether the tiles of all heads start in turn, longest first, instead of head after head.
     pub heads_in_turn: bool,
 }
 
@@ -31,17 +31,17 @@ impl Tile {
         registers(self.value_dim)
     }
 
-    /// Whether there are registers for a step's masks while its scores are computed.
+    /// Whether registers suffice for a step's masks while its scores are computed.
     pub(super) fn early_masks(&self) -> bool {
         self.overlap || self.value_dim <= 64
     }
 
-    /// Whether the warpgroups take turns at the tensor cores.
+    /// Whether the warpgroups alternate at the tensor cores.
     pub(super) fn turns(&self) -> bool {
         self.warpgroups == 2 && self.overlap
     }
 
-    /// Whether there are registers for a step's second product beside the sums, where nothing overlaps.
+    /// Whether registers suffice for a step's second product in addition to the sums, if nothing overlaps.
     pub(super) fn sums_apart(&self) -> bool {
         self.value_dim <= 128 && !self.fp8
     }
@@ -51,7 +51,7 @@ impl Tile {
         self.cols / if self.fp8 { 8 } else { 4 }
     }
 
-    /// Of the first product.
+    /// Returns the shape of the first product.
     pub(super) fn first_product(&self) -> ProductShape {
         ProductShape {
             fp8: self.fp8,
@@ -67,7 +67,7 @@ impl Tile {
         }
     }
 
-    /// Bytes from one entry's box of a step's keys or values to the next one's.
+    /// Bytes between the boxes of consecutive entries of a step's keys or values.
     pub(super) fn box_bytes(&self, values: bool) -> usize {
         match self.fp8 && values {
             true => self.group * self.value_dim,
@@ -75,7 +75,7 @@ impl Tile {
         }
     }
 
-    /// TMA boxes of the keys of a step; values have as many or fewer.
+    /// TMA boxes of the keys of a step. Values have as many or fewer.
     pub(super) fn boxes(&self) -> usize {
         self.entries() * self.spans()
     }
@@ -135,7 +135,7 @@ impl Tile {
         self.k_offset() + self.stages * self.b_bytes()
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Bytes of shared memory per cube.
     pub fn shared_bytes(&self) -> usize {
         self.v_offset() + self.stages * self.value_bytes()
     }
@@ -149,19 +149,19 @@ impl fmt::Display for Tile {
     }
 }
 
-/// The comptime shape of the fused backward kernel.
+/// Compile-time shape of the fused backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
-    /// Whose tiling says, too, whether tiles that are much longer than the others add dQ to sums of their own.
+    /// Shared shape. Its tiling also has whether tiles that are much longer than the others add dQ to a second scratch.
     pub base: Base,
     /// Whether cubes compute tile after tile.
     pub persistent: bool,
-    /// Whether who visits queries last writes their dQ, see `backward_chain`: not where mainloops are
-    /// long and heads narrow, where it gains nothing.
+    /// Whether the last visitor of queries writes their dQ: see `backward_chain`. Not used for long mainloops and narrow heads, where it gains nothing.
     pub finishes: bool,
-    /// Cubes that share the query heads of a head of keys: see `shares`.
+    /// Number of cubes that share the query heads of a head of keys: see `shares`.
     pub shares: usize,
-    /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is; PTX's memory model asks for one.
+    /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is too, but PTX's memory model requires a
+    /// fence.
     pub unfenced: bool,
 }
 
@@ -171,22 +171,23 @@ impl BackwardTile {
         self.spans() * ROW_ELEMENTS
     }
 
-    /// TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries have 64.
+    /// Bytes of a step's stats. TMA writes to multiples of 128 bytes, and the lse and delta of 8 queries are 64 bytes.
     pub(super) fn stats_bytes(&self) -> usize {
         self.entries() * (self.group * 8).max(128)
     }
 
-    /// Where the lse and delta of the `eight`-th eight queries of a step are.
+    /// Returns the offset of the lse and delta of a group of eight queries of a step.
     pub(super) fn stats_eight(&self, eight: usize) -> u32 {
         eight as u32 * if self.group == 8 { 128 } else { 64 }
     }
 
-    /// Whether dK takes ds from registers and starts before the warpgroups meet. With the 128 queries of narrow heads short mainloops would lose a fifth.
+    /// Whether dK takes ds from registers and starts before the barrier of the warpgroups. With the 128 queries of narrow heads, short mainloops would get
+    /// 20% slower.
     pub(super) fn dk_first(&self) -> bool {
         self.dim > 64
     }
 
-    /// Whether ds is made of weights in half precision: where registers are short.
+    /// Whether ds is computed from weights in half precision, because registers are short.
     pub(super) fn packed(&self) -> bool {
         self.dim > 64 || self.cols > GROUP_ROWS
     }
@@ -195,19 +196,19 @@ impl BackwardTile {
         self.rows() * self.cols * 2
     }
 
-    /// Sums of dQ.
+    /// Number of scratches for dQ.
     pub(super) fn sets(&self) -> usize {
         1 + usize::from(self.apart)
     }
 
-    // dQ of a step: two warpgroups have half the columns each, or half the queries where a step has 128.
+    // dQ of a step: each of two warpgroups has half the columns, or half the queries if a step has 128.
 
     /// Whether a warpgroup has half the queries of a step.
     pub(super) fn halves_queries(&self) -> bool {
         self.cols == 2 * GROUP_ROWS && self.warpgroups == 2
     }
 
-    /// Parts of the columns, each with counters of its own.
+    /// Parts of the columns, each with its own counters.
     pub(super) fn parts(&self) -> usize {
         match self.halves_queries() {
             true => 1,
@@ -220,7 +221,7 @@ impl BackwardTile {
         self.padded() / self.parts()
     }
 
-    /// From one warpgroup's ds to the other's.
+    /// Bytes between the warpgroups' parts of ds.
     pub(super) fn dq_left_offset(&self) -> usize {
         match self.halves_queries() {
             true => self.rows() * ROW,
@@ -228,7 +229,7 @@ impl BackwardTile {
         }
     }
 
-    /// From one warpgroup's columns of the keys to the other's.
+    /// Bytes between the warpgroups' columns of the keys.
     pub(super) fn dq_right_offset(&self) -> usize {
         match (self.parts(), self.spans()) {
             (1, _) => 0,
@@ -256,7 +257,7 @@ impl BackwardTile {
 
     // Byte offsets in shared memory, barriers first.
 
-    /// Of the tile's own rows. The stats of eight queries leave room for barriers.
+    /// Offset of the barriers of the tile's own rows. Groups of eight queries leave gaps between their stats, where the barriers fit.
     pub(super) fn own(&self) -> u32 {
         match self.group {
             8 => 64,
@@ -272,7 +273,7 @@ impl BackwardTile {
         self.full() + 8 * self.stages as u32
     }
 
-    /// Of the cached records of a cube's next two tiles, 32 bytes each.
+    /// Offset of the cached records of a cube's next two tiles, 32 bytes each.
     pub(super) fn slots(&self) -> u32 {
         (self.empty() + 8 * self.stages as u32).next_multiple_of(32)
     }
@@ -309,7 +310,7 @@ impl BackwardTile {
         8 * self.dq_cols() * 4
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Bytes of shared memory per cube.
     pub fn shared_bytes(&self) -> usize {
         self.dq_offset() + 8 * self.warpgroups * self.warp_eight_bytes()
     }

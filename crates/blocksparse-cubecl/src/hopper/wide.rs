@@ -1,19 +1,19 @@
-//! dK and dV of heads that are wider than 128: one cube per tile of 64 keys, whose sums two warpgroups share.
+//! dK and dV of heads wider than 128: one cube per tile of 64 keys, whose gradients two warpgroups share.
 //!
 //! ```text
 //!                      first warpgroup                         second warpgroup
-//! per step j:          s is there                              dp = v · dOᵀ is there
+//! per step j:          s is done                               dp = v · dOᵀ is done
 //!                      p = exp2(s · log2_scale − lse)          waits for p
-//!                      p, to shared memory                ──►  ds = p ∘ (dp − delta)
+//!                      p to shared memory                 ──►  ds = p ∘ (dp − delta)
 //!                      dV += p · dO      wgmma, started        dK += ds · q      wgmma, started
 //!                      s of step j + 1   wgmma, started        dp of step j + 1  wgmma, started
 //! ```
 //!
-//! Each product is one instruction of both, with other operands: 256 columns of dK and of dV have 128 registers a unit each, and a warpgroup has
-//! room for one of them. Weights go to the same unit of the other warpgroup as the registers they are, in half precision. With a softcap they
-//! have its slope by then. The second warpgroup, which is behind, loads.
+//! Both warpgroups issue the same instruction for each product, with different operands. The 256 columns of dK and of dV take 128 registers per unit each,
+//! so a warpgroup has registers for only one of them. The first warpgroup passes its weights through shared memory to the same unit of the other, in half
+//! precision; with a softcap, already multiplied by its derivative. The second warpgroup lags behind, so it loads.
 
-// Kernels have no variables without a first value.
+// Variables in kernels need an initial value.
 #![allow(unused_assignments)]
 
 use cubecl::prelude::*;
@@ -31,11 +31,11 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
 
-/// Numbers of the named barriers: weights of two steps are there, and have been read.
+/// Named barriers for the weights of two steps: filled, and read.
 const FULL: u32 = 1;
 const EMPTY: u32 = 3;
 
-/// Arguments as those of [`one_mainloop`](super::mainloops::one_mainloop), in its loop over columns: keys, values, queries, the gradient of the output.
+/// Arguments as in [`one_mainloop`](super::mainloops::one_mainloop) with its loop over columns: keys, values, queries, gradient of the output.
 #[cube(launch_unchecked)]
 pub fn wide_columns<S: Size, P: Size, O: Size>(
     operands: MainloopOperands<TensorMap<u32, Tiled>>,
@@ -58,7 +58,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let places = own_places(&plan.words[..], cube.rows_at, row, comptime!(t.own_shape()));
     let rows = unit_rows(places.upper, places.lower, &plan.listing, t.base);
 
-    // Of the first warpgroup k and q, then dO; of the second v and dO, then q.
+    // The first warpgroup uses k and q, then dO. The second uses v and dO, then q.
     let buffers = comptime!((t.stages * t.b_bytes()) as u32);
     let b_address = base + comptime!(t.b1_offset() as u32);
     let own_desc = descriptor(
@@ -141,7 +141,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                 let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
                 barrier_wait(base + comptime!(t.full()) + next * 8, parity);
             }
-            // After the last step of whatever is there, for nobody.
+            // After the last step the operands are arbitrary, and the result is unused.
             let started = product::<S>(
                 own_desc,
                 deep + u64::cast_from(next * comptime!((t.b_bytes() >> 4) as u32)),
@@ -164,7 +164,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         start = lengths.second;
     }
     let which = 1 - group;
-    // Where values are narrower than keys the first warpgroup stores rows of another width.
+    // If values are narrower than keys, the first warpgroup stores rows of their width.
     let mut is_narrow = false.runtime();
     if comptime!(t.value_dim != t.dim) {
         is_narrow = group == 0;

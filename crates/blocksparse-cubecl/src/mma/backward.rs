@@ -1,5 +1,4 @@
-//! The backward kernel: one kernel for dQ (a loop over rows) and for dK and dV (a loop over columns), one cube per tile,
-//! one warp per 16 or 32 rows of it.
+//! The backward kernel for dQ (a loop over rows) and for dK and dV (a loop over columns). It has one cube per tile and one warp per 16 or 32 of its rows.
 //!
 //! ```text
 //!            a1  a2   b1  b2        s  = a1 · b1ᵀ      p  = exp2(s · log2_scale − lse)
@@ -7,12 +6,12 @@
 //! columns    k   v    q   dO        out1 += ds · b1    out2 += p · b2   (columns only)
 //! ```
 //!
-//! While step j is computed, the rows of step j + 1 are copied, and the positions of step j + 2 worked out. p and ds
-//! are left operands in registers. In a loop over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
-//! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV. Biases are added to s as forward; with dropout p in `p · b2`, and
-//! dp, have the factors of the forward pass. With a threshold a warp leaves out what follows p where all of it is below `exp(−threshold)`.
+//! While step j is computed, the rows of step j + 1 are copied and the positions of step j + 2 are computed. p and ds are left operands in registers. In a
+//! loop over columns, s, p, dp and ds are transposed, and lse and delta belong to columns and are copied with the step. `out1 · scale` is dQ or dK, and
+//! out2 is dV. Biases are added to s as in the forward pass. With dropout, dp and the p in `p · b2` have the factors of the forward pass. With a threshold,
+//! a warp skips the work after p if all its p are below `exp(−threshold)`.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -36,23 +35,23 @@ use crate::shared::score::ScoreScalars;
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct MainloopLengths {
-    /// Places of a head in the stats.
+    /// Places per head in the stats.
     pub pitch: u32,
-    /// Query heads to a head of keys.
+    /// Query heads per head of keys.
     pub heads_per_kv: u32,
-    /// The word where dV begins.
+    /// Word of `out` at which dV begins.
     pub second: u32,
     /// Cubes that share the steps of a tile.
     pub chunks: u32,
 }
 
-/// `a1`, `a2`, `b1`, `b2` with any strides of 16 bytes in their outer dimensions, in words; `stats`
-/// `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, and behind them the ALiBi slopes; `out` `[batch, heads, len, dim]` in words,
-/// out2 from word `second` on. With `carry` the results are added to it.
+/// `a1`, `a2`, `b1` and `b2` are in words. The strides of their outer dimensions are multiples of 16 bytes. `stats` is `[batch · heads, pitch, 2]`:
+/// `lse · log2 e` and delta of the query at each place, followed by the ALiBi slopes. `out` is `[batch, heads, len, dim]` in words, with out2 from word
+/// `second` on. With `carry`, the results are added to it.
 ///
-/// With `t.bias_gradient` `out` is the gradient of the bias, to which `ds` is added without the softcap's factor: a loop over rows adds it pair by
-/// pair, a loop over columns, where all queries share a row of the bias, a sum for each key, and is launched for query heads. Batch
-/// entries and heads that share a bias are in slices of their own, so that every element has one writer at a time.
+/// With `t.bias_gradient`, `out` is the gradient of the bias, to which `ds` is added without the softcap's factor. A loop over rows adds it pair by pair.
+/// If all queries share a row of the bias, a loop over columns adds a sum per key, and is launched for query heads. Batch entries and heads that share a
+/// bias are in separate slices, so that every element has one writer at a time.
 #[cube(launch_unchecked)]
 pub fn backward(
     operands: MainloopOperands<Box<[u32]>>,
@@ -101,7 +100,7 @@ pub fn backward(
         steps: RuntimeCell::<u32>::new(0u32),
     };
     open(plan, parts, ranked + 1, &cursor);
-    // Steps add to what is in memory, and none needs another: cubes share those of a tile.
+    // The steps of a bias gradient add to separate elements in memory, so several cubes share those of a tile.
     let mut first_step = 0u32;
     if comptime!(pieces) {
         let steps = cursor.steps.read();
@@ -272,7 +271,6 @@ pub fn backward(
     }
 }
 
-/// A unit's sums before the first product.
 #[cube]
 fn no_sums(#[comptime] fours: usize) -> Array<Vector<f32, Four>> {
     let mut sums = Array::<Vector<f32, Four>>::new(fours);

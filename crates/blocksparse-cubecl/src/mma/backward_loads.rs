@@ -1,6 +1,6 @@
-//! What the backward kernel reads: rows of a step, and where they are, a step or two ahead.
+//! Loads of the backward kernel: rows of a step and their positions, one or two steps ahead.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -11,7 +11,7 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::addressing::{Listing, MainloopOperands, PlanParts};
 
-/// Zeros what rows have beyond their widths, of the tile's own and of both stages.
+/// Zeros the padding of rows beyond their widths, in the tile's own rows and in all stages.
 #[cube]
 pub fn clear_rows(base: u32, #[comptime] t: Tile) {
     clear_beyond(
@@ -28,7 +28,7 @@ pub fn clear_rows(base: u32, #[comptime] t: Tile) {
     clear_beyond(target, comptime!(t.stages * t.cols), t.value_dim, t);
 }
 
-/// Starts to copy the tile's own rows, of a head, as far as the launch needs them.
+/// Starts to copy the tile's own rows of a head, as far as the launch needs them.
 #[cube]
 pub fn copy_own_rows(
     operands: &MainloopOperands<Box<[u32]>>,
@@ -55,19 +55,19 @@ pub fn copy_own_rows(
     }
 }
 
-/// Where a lane reads the operands of a warp's products in shared memory, those of a step in its first stage.
+/// Shared-memory addresses from which a lane reads the operands of a warp's products. Those of a step are in its first stage.
 #[derive(CubeType, Clone, Copy)]
 pub struct OperandPlaces {
-    /// Own rows, left operands.
+    /// Own rows as left operands.
     pub a1_rows: u32,
     pub a2_rows: u32,
-    /// Rows of a step as columns of s and of dp,
+    /// Rows of a step as columns of s and of dp.
     pub b1_cols: u32,
     pub b2_cols: u32,
-    /// and as the depth of the gradients.
+    /// Rows of a step as the depth of the gradients.
     pub b1_rows: u32,
     pub b2_rows: u32,
-    /// Lse and delta of a step's rows.
+    /// lse and delta of a step's rows.
     pub stats: u32,
 }
 
@@ -92,7 +92,7 @@ pub fn operand_places(base: u32, warp_rows: u32, lane: u32, #[comptime] t: Tile)
     }
 }
 
-/// What copies are made of.
+/// Sources and targets of copies.
 #[derive(CubeType, Clone, Copy)]
 pub struct Loads {
     pub b1: u64,
@@ -100,24 +100,24 @@ pub struct Loads {
     pub stats: u64,
     pub base: u32,
     pub batch: u32,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: u32,
     /// Query heads per head of b1 and b2.
     pub divisor: u32,
-    /// Places of a head in the stats.
+    /// Places per head in the stats.
     pub pitch: u32,
 }
 
-/// The step whose positions are worked out next.
+/// The step whose positions are computed next.
 #[derive(CubeType)]
 pub struct Cursor {
     pub head: RuntimeCell<u32>,
-    /// The head after the last one.
+    /// End of the range of heads, exclusive.
     pub end: u32,
     /// Word of the head's first entry.
     pub entry: RuntimeCell<usize>,
     pub j: RuntimeCell<u32>,
-    /// Steps of the head.
+    /// Number of steps of the head.
     pub steps: RuntimeCell<u32>,
 }
 
@@ -125,7 +125,7 @@ pub struct Cursor {
 #[derive(CubeType, Clone, Copy)]
 pub struct Found {
     pub place: u32,
-    /// The step's head, or [`NOWHERE`] after the last step.
+    /// Head of the step, or [`NOWHERE`] after the last step.
     pub head: u32,
 }
 
@@ -139,7 +139,7 @@ pub fn open(plan: &[u32], parts: &PlanParts, record: usize, cursor: &Cursor) {
     cursor.steps.store(uniform(plan[record + 1]));
 }
 
-/// The place of the unit's column in the cursor's step, which then is the next one. All units call this together.
+/// Returns the place of the unit's column in the cursor's step, and advances the cursor. All units must call it together.
 #[cube]
 pub fn next_place(
     plan: &[u32],
@@ -173,7 +173,7 @@ pub fn next_place(
     Found { place, head }
 }
 
-/// Writes the positions of the `step`-th step and its head to its slot.
+/// Writes the positions and the head of step `step` to its slot.
 #[cube]
 pub fn store_place(
     base: u32,
@@ -195,7 +195,7 @@ pub fn store_place(
     }
 }
 
-/// Starts to copy the rows of the `done`-th step, if there is one; `place` is that of the unit's column.
+/// Starts to copy the rows of step `done`, if it exists. `place` is that of the unit's column.
 #[cube]
 pub fn copy_step(
     loads: &Loads,

@@ -1,4 +1,4 @@
-//! The gradient of a given bias: that of the scores, pair by pair or summed over queries.
+//! The gradient of a bias tensor: the gradient of the scores, pair by pair or summed over queries.
 
 use cubecl::prelude::*;
 
@@ -7,11 +7,11 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::addressing::Four;
 
-/// Where a head's gradient begins, and how far its queries are apart: it has the shape of the bias, in f32.
+/// Location of a head's gradient, which has the shape of the bias, in f32.
 #[derive(CubeType, Clone, Copy)]
 pub struct GradientRows {
     address: u64,
-    /// In bytes.
+    /// Stride of queries in bytes.
     row: u64,
 }
 
@@ -28,7 +28,7 @@ pub fn gradient_rows(
         row: u64::cast_from(0u32),
     };
     if comptime!(t.bias_gradient) {
-        // The strides are of elements so wide.
+        // The strides are in bytes of the bias's elements, the gradient is in f32.
         let numbers = comptime!(4 / t.element.bytes() as u64);
         let at = u64::cast_from(batch) * strides.batch + u64::cast_from(head) * strides.head;
         rows.address = address::<u32>(gradient) + at * numbers;
@@ -37,8 +37,8 @@ pub fn gradient_rows(
     rows
 }
 
-/// Adds a step's gradients of scores `ds` to those of the bias. `rows` and `cols` are where the positions of the unit's first query and of its first
-/// key are. Pairs that are not computed have weights `p` of 0, and may stand for others.
+/// Adds a step's gradients of scores `ds` to those of the bias. `rows` and `cols` are the addresses of the positions of the unit's first query and first
+/// key. Pairs that are not computed have weight `p` 0; their positions may duplicate others.
 #[cube]
 pub fn add_pairs(
     p: &Array<Vector<f32, Four>>,
@@ -89,7 +89,7 @@ pub fn sum_queries(ds: &Array<Vector<f32, Four>>, sums: &mut Array<f32>, #[compt
     }
 }
 
-/// Adds the sums of the tile's keys, whose positions are at `rows`, to the gradient.
+/// Adds the sums of the tile's keys to the gradient. Their positions are at address `rows`.
 #[cube]
 pub fn add_sums(
     sums: &Array<f32>,

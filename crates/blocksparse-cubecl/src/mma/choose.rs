@@ -1,4 +1,4 @@
-//! Which tile a call gets.
+//! The choice of a tile.
 
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -15,10 +15,10 @@ use blocksparse::plan::{Grouping, Mainloop};
 const WIDTH: usize = 8;
 const WIDEST: usize = 256;
 
-/// A shape that a tile may have: warps, times 16 rows of a warp, columns and stages; and its speed relative to the others on dense attention.
+/// A candidate tile: warps, 16-row tiles per warp, columns and stages, and its relative speed on dense attention.
 struct Candidate([usize; 4], f64);
 
-/// The shapes for a width, as far as registers go, and their speeds as measured on an H200. Small ones are for little shared memory.
+/// Returns the candidates for a width that fit the registers, with speeds measured on an H200. Small ones are for devices with little shared memory.
 fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
     match (kernel, width) {
         (Kernel::Forward, ..=64) => vec![
@@ -73,14 +73,14 @@ fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
     }
 }
 
-/// `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES`, three of them with commas between, are the shapes of forward, dQ and
-/// dK, dV: for measuring them.
+/// Returns the tile that `BLOCKSPARSE_MMA_TILE=WARPSxWARP_TILESxCOLSxSTAGES` sets for measuring. It takes three, joined by commas, for forward, dQ and dK
+/// with dV.
 fn forced(kernel: Kernel) -> Option<Candidate> {
     let shape = Tuning::or_default().mma_tile[kernel as usize]?;
     Some(Candidate(shape, 1.0))
 }
 
-/// What the products' operands are, or why the tier does not take the part.
+/// Returns the operand type, or why the tier refuses the part.
 fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
     check_ampere(part.properties)?;
     check_limit(part)?;
@@ -102,7 +102,7 @@ fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
     Ok(element)
 }
 
-/// Whether the words of what a kernel writes can be counted in 32 bits.
+/// Checks that a kernel's output words can be counted in 32 bits.
 fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<(), &'static str> {
     let (batch, kv_heads) = (part.request.batch, part.request.kv_heads);
     let (head_dim, value_dim) = (part.request.head_dim, part.request.value_dim);
@@ -119,7 +119,7 @@ fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<
     }
 }
 
-/// A candidate's tile.
+/// Returns a candidate's tile.
 fn shaped(
     &Candidate([warps, warp_tiles, cols, stages], _): &Candidate,
     part: &PartRequest,
@@ -149,17 +149,17 @@ fn shaped(
     }
 }
 
-/// The tile that should be fastest, or why the tier does not take the part.
+/// Returns the fastest tile by estimate.
 ///
 /// # Errors
-/// What the tier lacks: the device, the type, the widths, or something it does not compute.
+/// Why the tier refuses the part: the device, the type, the widths, or an option it does not support.
 pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> {
     let element = check_tier(part)?;
     check_output(part, kernel, element)?;
     fastest(part, kernel, element)
 }
 
-/// The tile that should be fastest of those that fit.
+/// Returns the fastest tile by estimate among those that fit.
 fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile, &'static str> {
     let (layout, request) = (part.layout, part.request);
     let backward = kernel != Kernel::Forward;
@@ -192,7 +192,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
             clustered: grouping.clustered,
             ..tile
         };
-        // A multiprocessor reserves 1 KB a cube; registers are enough for eight warps.
+        // A multiprocessor reserves 1 KB per cube, and has registers for eight warps.
         let cubes = (most + 1024) / (bytes + 1024);
         let alone = cubes.min(8 / tile.warps).max(1) * tile.warps < 8;
         let waste = length.next_multiple_of(rows) as f64 / length as f64;
@@ -206,7 +206,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
     fastest.ok_or("no tile fits the shared memory of the device")
 }
 
-/// As [`choose`], for both mainloops of the backward pass.
+/// Like [`choose`], for both mainloops of the backward pass.
 ///
 /// # Errors
 /// As [`choose`].
@@ -215,7 +215,7 @@ pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     Ok([rows, choose(part, Kernel::BackwardColumns)?])
 }
 
-/// As [`choose`], for the gradient of a given bias in either mainloop: it is added to by addresses, so it may be of any size.
+/// Like [`choose`], for the gradient of a bias in either mainloop. The bias may be of any size, since 64-bit addresses are used.
 ///
 /// # Errors
 /// As [`choose`].

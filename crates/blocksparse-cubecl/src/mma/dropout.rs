@@ -1,8 +1,7 @@
-//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), made again in every step, as bits.
+//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout) as bits, recomputed in every step.
 //!
-//! A unit keeps a word for each 16 rows and 64 columns of its warp: bit `4 · (n mod 8) + i` is of its number `i` in the `n`-th eight of
-//! columns. The numbers of a counter belong to eight keys side by side, which several lanes hold: each lane makes those of another
-//! counter, and bits are exchanged.
+//! A unit has a word per 16 rows and 64 columns of its warp. Bit `4 · (n mod 8) + i` belongs to its number `i` in the `n`-th group of eight columns. The
+//! numbers of a counter belong to eight consecutive keys, which several lanes hold. So each lane computes a different counter, and the lanes exchange bits.
 
 use cubecl::prelude::*;
 
@@ -14,30 +13,30 @@ use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, nothing_compared, two_compared,
 };
 
-/// Eights of columns whose bits are in one word.
+/// Groups of eight columns per word.
 const WORD_EIGHTS: usize = 8;
 
-/// Words of 16 rows.
+/// Words per 16 rows.
 fn row_words(t: Tile) -> usize {
     t.eights().div_ceil(WORD_EIGHTS)
 }
 
-/// What the kept pairs of a step are worked out from.
+/// Locations of a step's pairs for dropout.
 #[derive(CubeType, Clone, Copy)]
 pub struct PairPlaces {
     /// Batch entry.
     pub batch: u32,
     /// Query head.
     pub head: u32,
-    /// Where the position of the unit's first row is.
+    /// Address of the position of the unit's first row.
     pub rows: u32,
-    /// Where the position of the step's first column is.
+    /// Address of the position of the step's first column.
     pub cols: u32,
     /// The unit's lane.
     pub lane: u32,
 }
 
-/// The bits of the unit's pairs of a step that are kept. In a loop over `columns` rows are keys.
+/// Returns one bit for each of the unit's pairs of a step that dropout keeps. In a loop over `columns`, rows are keys.
 #[cube]
 pub fn kept_pairs(mask: &Mask, pairs: &PairPlaces, #[comptime] t: Tile) -> Array<u32> {
     let tiles = comptime!(t.warp_tiles);
@@ -62,7 +61,7 @@ pub fn kept_pairs(mask: &Mask, pairs: &PairPlaces, #[comptime] t: Tile) -> Array
     kept
 }
 
-/// The bits of the unit's pairs in 16 rows and some eights of columns, whose keys are anywhere.
+/// Returns the bits of the unit's pairs in 16 rows and `eights` groups of eight columns, with keys at arbitrary positions.
 #[cube]
 fn own_bits(
     mask: &Mask,
@@ -73,7 +72,7 @@ fn own_bits(
     #[comptime] columns: bool,
 ) -> u32 {
     let mut bits = 0u32;
-    // Not unrolled: the bits of all eights at once need many registers.
+    // Not unrolled, because all groups' bits at once need many registers.
     for n in 0..comptime!(eights as u32) {
         let own_cols = shared_load_pair(cols + n * 32 + pairs.lane % 4 * 8);
         #[unroll]
@@ -96,8 +95,8 @@ fn own_bits(
     bits
 }
 
-/// The bits of the unit's pairs in 16 rows and some eights of columns: each lane makes a counter of every two eights, of those that it and the lanes beside it need
-/// ([`collect`]). Places of eight are positions of eight, since blocks are.
+/// Returns the bits of the unit's pairs in 16 rows and `eights` groups of eight columns. For every two groups, each lane computes one of the counters that
+/// it and its neighbours need ([`collect`]). Eight consecutive places are eight consecutive positions, since blocks are.
 #[cube]
 fn shared_bits(
     mask: &Mask,
@@ -117,7 +116,7 @@ fn shared_bits(
     collect(kept_eights(&ab, &cd), pairs.lane, columns)
 }
 
-/// The numbers of the counters of two or four eights of columns that are dealt to the lane, compared.
+/// Computes and compares the lane's counters of two or four groups of eight columns.
 #[cube]
 fn two_dealt(
     mask: &Mask,
@@ -136,7 +135,7 @@ fn two_dealt(
     two_compared(&a, &b)
 }
 
-/// The numbers of the counter of two eights of columns that is dealt to the lane, compared.
+/// Computes and compares the lane's counter of two groups of eight columns.
 #[cube]
 fn dealt(
     mask: &Mask,
@@ -157,7 +156,7 @@ fn dealt(
     }
 }
 
-/// Number `i` of the fours in rows of 16 `m` and the `n`-th eight, or 0 if its pair is not kept.
+/// Returns `x`, or 0 if dropout removes its pair: number `i` in 16-row tile `m` and group `n` of eight columns.
 #[cube]
 pub fn if_kept(
     x: f32,
@@ -172,7 +171,7 @@ pub fn if_kept(
     select(word & bit != 0u32, x, f32::new(0.0))
 }
 
-/// Weights as left operands, of the pairs that are kept.
+/// Packs the weights that dropout keeps as left operands.
 #[cube]
 pub fn pack_kept(
     s: &Array<Vector<f32, Four>>,

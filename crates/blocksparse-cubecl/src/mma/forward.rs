@@ -1,4 +1,4 @@
-//! The forward kernel: one cube per tile of queries, one warp per 16 or 32 rows of it.
+//! The forward kernel: one cube per tile of queries, one warp per 16 or 32 of its rows.
 //!
 //! ```text
 //! per step j, with two stages:                   with one stage:
@@ -9,13 +9,13 @@
 //!     o = a · o + p · V(j)       mma.sync            o = a · o + p · V(j)
 //! ```
 //!
-//! With a threshold a warp leaves out the rest of a step whose scores are all below `m` by more: its values lie in shared memory by then.
-//! Biases are added to s, softcapped or scaled, before its maximum is taken; dropout takes pairs out of p once they are summed.
+//! With a threshold, a warp skips the rest of a step if all its scores are below `m` by more than that; the values have arrived in shared memory by then.
+//! Biases are added to the softcapped or scaled s before the maximum. Dropout removes pairs from p after they are summed.
 //!
-//! Two cubes share a multiprocessor and fill each other's gaps. Positions of a step's columns are worked out one step
-//! before they are needed, once, and lie in shared memory.
+//! Two cubes share a multiprocessor and fill each other's gaps. The positions of a step's columns are computed once, one step ahead, and stored in shared
+//! memory.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -31,12 +31,11 @@ use crate::shared::dropout::DropoutArgs;
 use crate::shared::own_rows::own_rows;
 use crate::shared::score::{LOWEST_MAX, SLACK, ScoreScalars};
 
-/// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; out also in words.
+/// `q`, `k` and `v` are in words. The strides of their outer dimensions are multiples of 16 bytes. out is in words too.
 ///
-/// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`;
-/// without one biases are added to `s · cap_scale`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. The largest score of a row is kept apart from the softmax's
-/// maximum, which follows it late.
+/// Weights are `p = exp2(s · log2_scale − …)`. With a softcap, first `s = softcap · tanh(x)` with `x = s · cap_scale / 2 log2 e`. Without one, biases are
+/// added to `s · cap_scale`. `lse_scale` is `log2 e / log2_scale`, the factor from the natural logarithm to scores. A row's largest score is separate from
+/// the softmax's running maximum, which is raised only by large steps.
 #[cube(launch_unchecked)]
 pub fn forward(
     inputs: Qkv<Box<[u32]>>,
@@ -248,18 +247,18 @@ pub fn forward(
     );
 }
 
-/// The rows of a unit: `row`, and every [`ROW_PAIR`]-th after it.
+/// Rows of a unit: `row`, and every [`ROW_PAIR`]-th after it.
 #[derive(CubeType, Clone, Copy)]
 struct UnitRows {
-    /// Where the positions of the tile's rows are.
+    /// Address of the positions of the tile's rows.
     base: u32,
     row: u32,
-    /// The row of the head's first position in the outputs.
+    /// Row of the head's first position in the outputs.
     first: u32,
     lane: u32,
 }
 
-/// Carries on from outputs: a finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+/// Continues from the outputs of earlier parts. They equal a softmax state with maximum lse and sum 1, which one lane of four holds.
 #[cube]
 fn carry_on(
     outputs: &ForwardOutputs<u32, f32>,
@@ -288,7 +287,7 @@ fn carry_on(
     }
 }
 
-/// Writes the unit's rows of the outputs, largest scores in natural units. With `carry` there are those of the parts before.
+/// Writes the unit's rows of the outputs, with largest scores in natural units. With `carry`, the outputs hold the results of earlier parts.
 #[cube]
 fn store_outputs(
     outputs: &mut ForwardOutputs<u32, f32>,
@@ -344,25 +343,25 @@ fn store_outputs(
     }
 }
 
-/// Whether the queries stay in registers: where there are enough.
+/// Whether the queries stay in registers, which depends on how many are free.
 fn keeps_queries(t: Tile) -> bool {
     t.warp_tiles * (t.value_dim / 2 + t.cols / 2 + t.words(t.head_dim) / 2) <= 176
 }
 
-/// What copies of keys, or of values, are made of.
+/// Sources and targets of copies of keys or values.
 #[derive(CubeType, Clone, Copy)]
 struct StepRows {
     /// Address of the head.
     head: u64,
-    /// Pieces of 16 bytes between positions.
+    /// Stride of positions in pieces of 16 bytes.
     stride: u64,
-    /// Positions of steps.
+    /// Address of the slots of positions.
     slots: u32,
-    /// Where the first stage is.
+    /// Address of the first stage.
     target: u32,
 }
 
-/// Starts to copy the keys, or the values, of step `j`.
+/// Starts to copy the keys or values of step `j`.
 #[cube]
 fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
     let stage = comptime!(t.stages as u32 - 1) & j;
@@ -371,7 +370,7 @@ fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Til
     copy_rows(rows.head, rows.stride, positions, target, t.cols, dim, t);
 }
 
-/// The place of the unit's column of step `j`.
+/// Returns the place of the unit's column of step `j`.
 #[cube]
 fn place_of_column(plan: &[u32], entry0: usize, j: u32, steps: u32, #[comptime] t: Tile) -> u32 {
     let mut place = 0u32;
@@ -400,7 +399,7 @@ fn store_position(
     }
 }
 
-/// The largest score of the unit's row `i`, over the columns of all lanes.
+/// Returns the largest score of the unit's row `i`, over the columns of all lanes.
 #[cube]
 fn row_top(s: &Array<Vector<f32, Four>>, #[comptime] i: usize, #[comptime] t: Tile) -> f32 {
     let eights = comptime!(t.eights());
@@ -419,7 +418,7 @@ fn row_top(s: &Array<Vector<f32, Four>>, #[comptime] i: usize, #[comptime] t: Ti
     larger(x, shuffle_xor(x, 2u32))
 }
 
-/// Whether any score of the warp's rows is not below its maximum by more than the threshold.
+/// Whether any score of the warp's rows is within the threshold of its running maximum.
 #[cube]
 fn scores_count(
     s: &Array<Vector<f32, Four>>,
@@ -445,7 +444,7 @@ fn scores_count(
     }
 }
 
-/// One step of online softmax: scores to weights, and what was summed before rescaled.
+/// Performs a step of online softmax: turns scores into weights, and rescales the state.
 #[cube]
 pub fn softmax(
     s: &mut Array<Vector<f32, Four>>,
@@ -469,7 +468,7 @@ pub fn softmax(
         }
         let old = m[i];
         let new = select((x - old) * log2_scale > f32::new(SLACK), x, old);
-        // Exactly 1 where the maximum stays.
+        // The factor is exactly 1 if the maximum stays.
         let factor = exp2((old - new) * log2_scale);
         m[i] = new;
         factors[i] = factor;
@@ -511,7 +510,7 @@ pub fn softmax(
     }
 }
 
-/// Reads one of the unit's rows of the output, which has the factor of dropout by now.
+/// Reads one of the unit's rows of the output, and divides out the factor of dropout that it already has.
 #[cube]
 pub fn load_row(
     out: &[u32],

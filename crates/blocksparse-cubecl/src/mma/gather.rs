@@ -7,27 +7,27 @@ use crate::arch::sm80::*;
 use crate::shared::addressing::Listing;
 use crate::shared::own_rows::own_place;
 
-/// Strides of a `[batch, heads, seq, dim]` tensor in pieces of 16 bytes, and its seq.
+/// Strides of a `[batch, heads, seq, dim]` tensor in pieces of 16 bytes, and its sequence length.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Strides {
-    /// Between batch entries.
+    /// Stride of batch entries.
     pub batch: u64,
-    /// Between heads.
+    /// Stride of heads.
     pub head: u64,
-    /// Between positions.
+    /// Stride of positions.
     pub row: u64,
-    /// Positions.
+    /// Number of positions.
     pub len: u32,
 }
 
-/// The address of a head's first row.
+/// Returns the address of a head's first row.
 #[cube]
 pub fn head_address(buffer: u64, strides: &Strides, batch: u32, head: u32) -> u64 {
     let pieces = u64::cast_from(batch) * strides.batch + u64::cast_from(head) * strides.head;
     buffer + pieces * 16
 }
 
-/// The position at a place, or [`NOWHERE`].
+/// Returns the position at a place, or [`NOWHERE`].
 #[cube]
 pub fn position_at(place: u32, listing: &Listing, len: u32, #[comptime] t: Tile) -> u32 {
     let mut position = place;
@@ -40,7 +40,7 @@ pub fn position_at(place: u32, listing: &Listing, len: u32, #[comptime] t: Tile)
     select(exists && position < len, position, comptime!(NOWHERE))
 }
 
-/// Where the slot of step `j` is, from the first one on.
+/// Returns the offset of the slot of step `j`.
 #[cube]
 pub fn slot_of(j: u32, #[comptime] t: Tile) -> u32 {
     let slot = if comptime!(t.slots() == 2) {
@@ -69,7 +69,7 @@ pub fn own_positions(
     }
 }
 
-/// Starts to copy `rows` rows to shared memory, whose positions are there; `stride` is in pieces of 16 bytes.
+/// Starts to copy `rows` rows to shared memory, where their positions are already. `stride` is in pieces of 16 bytes.
 #[cube]
 pub fn copy_rows(
     head: u64,
@@ -114,8 +114,7 @@ pub fn copy_rows(
     }
 }
 
-/// Zeros what rows of width `dim` have beyond it within the depth of a product: 16 bytes, which copies leave as they are. `rows` rows
-/// from `target` on.
+/// Zeros the 16 bytes of padding between the width `dim` and the depth of a product, in `rows` rows from `target` on. Copies leave them unchanged.
 #[cube]
 pub fn clear_beyond(
     target: u32,
@@ -141,13 +140,13 @@ pub fn clear_beyond(
 /// Two neighbouring numbers in memory.
 #[derive(CubeType, Clone, Copy)]
 pub struct NumberPair {
-    /// The first.
+    /// First number.
     pub low: f32,
-    /// The second.
+    /// Second number.
     pub high: f32,
 }
 
-/// Reads the unit's pair of the `n`-th eight of the row at word `row`.
+/// Reads the unit's pair in the `n`-th group of eight columns of the row at word `row`.
 #[cube]
 pub fn load_pair(
     words: &[u32],
@@ -172,7 +171,7 @@ pub fn load_pair(
     pair
 }
 
-/// Writes what `load_pair` reads.
+/// Writes the pair that `load_pair` reads.
 #[cube]
 pub fn store_pair(
     words: &mut [u32],

@@ -21,7 +21,7 @@ use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_score, factors, is_u32};
 use blocksparse::plan::Mainloop;
 
-/// Whether a launch can take these tensors, which a plan cannot know.
+/// Checks what a plan does not know about the tensors of a launch.
 ///
 /// # Errors
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
@@ -40,7 +40,7 @@ fn check(
     check_score(options)
 }
 
-/// A tile for these tensors: most have rows whose distance in bytes has 32 bits, and copies of them take an instruction less.
+/// Returns the tile for these tensors. If row strides in bytes fit 32 bits, as in most tensors, copies take one instruction less.
 fn for_tensors(tile: Tile, named: &[(&'static str, &TensorView)]) -> Tile {
     let far = |tensor: &TensorView| !is_u32(tensor.strides[2] * tile.element.bytes());
     Tile {
@@ -71,7 +71,7 @@ fn input(tensor: &TensorView, element: Element) -> BufferArg {
     buffer(&tensor.handle, words(tensor.reach(), element))
 }
 
-/// Words of so many elements.
+/// Returns the number of words of `elements` elements.
 fn words(elements: usize, element: Element) -> usize {
     (elements * element.bytes()).div_ceil(4)
 }
@@ -82,7 +82,7 @@ fn check_words(what: &'static str, elements: usize, element: Element) -> Result<
     KernelError::check(what, most, elements)
 }
 
-/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
+/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`], these hold the results of earlier parts.
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
@@ -98,8 +98,8 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let device_plan = plan(client, part.layout, tile.tiling())?;
     let scales = factors(options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
-        // those of the queries, and the buffers have the lengths they say (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile, reads positions below the lengths in the strides, and writes rows below those
+        // of the queries. The buffers have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,
@@ -164,8 +164,7 @@ pub fn launch_backward(
     Ok(())
 }
 
-/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
-/// a row.
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
 /// As `check`.
@@ -188,7 +187,7 @@ pub fn launch_bias_gradient(
             out,
             words: bias.elements(),
             second: 0,
-            // A few cubes to each multiprocessor at least.
+            // At least a few cubes per multiprocessor.
             chunks: match tile.mainloop {
                 Mainloop::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
                 Mainloop::Columns => 1,
@@ -200,23 +199,23 @@ pub fn launch_bias_gradient(
     Ok(())
 }
 
-/// Steps of a tile are not cut into more.
+/// Largest number of cubes that share a tile's steps.
 const MOST_CHUNKS: usize = 32;
 
-/// What a mainloop writes, for which batch entries and heads.
+/// Output of a mainloop, with the batch entries and heads of the launch.
 #[derive(Clone, Copy)]
 struct Target<'a> {
     out: &'a Handle,
-    /// Words there are,
+    /// Length in words.
     words: usize,
-    /// and those before dV.
+    /// Word at which dV begins.
     second: usize,
     /// Cubes that share a tile's steps.
     chunks: usize,
     slice: Slice,
 }
 
-/// A mainloop over a part, from the stats of its queries.
+/// Launches a mainloop over a part, with the stats of its queries.
 fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
@@ -235,7 +234,7 @@ fn launch_mainloop(
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
     for slice in target.slice.cut(client) {
-        // SAFETY: as for the forward pass; the stats have the slopes behind their rows.
+        // SAFETY: as for the forward pass. The stats have the slopes after their rows.
         unsafe {
             backward::backward::launch_unchecked(
                 client,

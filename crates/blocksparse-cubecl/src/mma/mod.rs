@@ -1,9 +1,9 @@
-//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up; bf16, f16, and f32 through tf32
-//! where that is asked for.
+//! The `mma` tier: mma.sync, ldmatrix and cp.async, on NVIDIA GPUs of compute capability 8.0 and up. For bf16, f16, and f32 through tf32 if that is asked
+//! for.
 //!
-//! It takes what the `hopper` tier does not: other GPUs, other widths, classes of unequal lengths. Rows are
-//! gathered one by one, in pieces of 16 bytes, so nothing is required of blocks and listings; keys and values lie in
-//! shared memory with their rows an odd number of pieces apart. Scores and weights stay in registers.
+//! It covers what the `hopper` tier does not: other GPUs, other widths, residue classes of unequal lengths. Rows are gathered one by one, in pieces of 16
+//! bytes, so blocks and listings can be arbitrary. In shared memory, rows of keys and values are an odd number of pieces apart. Scores and weights stay in
+//! registers.
 
 #[doc(hidden)]
 pub mod backward;
@@ -28,5 +28,5 @@ pub use choose::{choose, choose_backward, choose_bias_gradient};
 pub use launch::{launch_backward, launch_bias_gradient, launch_forward};
 pub use tile::{Tile, describe};
 
-/// cp.async copies 16 bytes from and to multiples of 16 bytes.
+/// cp.async copies 16 bytes between addresses that are multiples of 16.
 const PIECE: usize = 16;

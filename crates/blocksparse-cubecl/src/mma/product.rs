@@ -1,4 +1,4 @@
-//! The two products.
+//! The two products of attention.
 
 use cubecl::prelude::*;
 
@@ -6,19 +6,19 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::addressing::Four;
 
-/// Where a lane's row of the four matrices of a left operand is.
+/// Returns the offset of a lane's row of the four matrices of a left operand.
 #[cube]
 pub fn lane_rows(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
     lane % 16 * comptime!(t.pitch(dim) as u32) + lane / 16 * 16
 }
 
-/// Where a lane's row of the four matrices of a right operand is.
+/// Returns the offset of a lane's row of the four matrices of a right operand.
 #[cube]
 pub fn lane_cols(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
     (lane % 8 + lane / 16 * 8) * comptime!(t.pitch(dim) as u32) + lane / 8 % 2 * 16
 }
 
-/// Where a lane begins to read the right operand of `accumulate`: rows of matrices to be transposed, or numbers.
+/// Returns the offset from which a lane reads the right operand of `accumulate`: rows of matrices to transpose, or single numbers in tf32.
 #[cube]
 pub fn lane_depth(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
     let mut start = lane_rows(lane, dim, t);
@@ -28,7 +28,7 @@ pub fn lane_depth(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32
     start
 }
 
-/// Left operands of a warp's rows, from shared memory.
+/// Loads the left operands of a warp's rows from shared memory.
 #[cube]
 pub fn load_left(
     a: u32,
@@ -47,7 +47,7 @@ pub fn load_left(
     }
 }
 
-/// `a · bᵀ`: a warp's rows, in registers if `kept`, with the columns of a step.
+/// Computes `a · bᵀ` of a warp's rows and the columns of a step. With `kept`, the rows are in registers (`left`).
 #[cube]
 pub fn product(
     a: u32,
@@ -104,10 +104,10 @@ pub fn product(
     s
 }
 
-/// `o += p · b`: left operands in registers, the rows of a step in shared memory.
+/// Adds `p · b` to `o`, with left operands in registers and the rows of a step in shared memory.
 ///
-/// In tf32 a lane's columns of p are two neighbours where mma.sync wants the first and the second half of eight; so it gets
-/// the rows of b in that order, too.
+/// In tf32, a lane's columns of p are two neighbours, where mma.sync expects one of the first and one of the second half of eight. So the rows of b are
+/// read in the same changed order.
 #[cube]
 pub fn accumulate(
     p: &Array<Vector<u32, Four>>,
@@ -144,7 +144,7 @@ pub fn accumulate(
                     o[at],
                     t.element,
                 );
-                // Widths that are no multiple of 16 end with a single eight.
+                // Widths that are not a multiple of 16 end with a single group of eight.
                 if comptime!(2 * n + 1 < eights) {
                     let at = comptime!(at + 1);
                     o[at] = multiply(
@@ -160,7 +160,7 @@ pub fn accumulate(
     }
 }
 
-/// Weights as left operands: the sums of one product lie as another's operand does.
+/// Packs weights as left operands. The sums of a product are distributed over lanes as the left operand of another.
 #[cube]
 pub fn pack_left(s: &Array<Vector<f32, Four>>, #[comptime] t: Tile) -> Array<Vector<u32, Four>> {
     let depth = comptime!(t.depth(t.cols));

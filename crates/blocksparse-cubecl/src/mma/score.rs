@@ -1,4 +1,4 @@
-//! From products to scores: softcap, biases (ALiBi, and biases given or of distances), masks.
+//! From products to scores: softcap, biases (ALiBi, bias tensor, table of distances), masks.
 
 use cubecl::prelude::*;
 
@@ -8,44 +8,44 @@ use crate::shared::addressing::Four;
 use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
 
-/// Strides of a contiguous bias in bytes: 0 where it is 1 long.
+/// Strides of a contiguous bias in bytes. The stride of a dimension of length 1 is 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct BiasStrides {
-    /// Between batch entries.
+    /// Stride of batch entries.
     pub batch: u64,
-    /// Between heads.
+    /// Stride of heads.
     pub head: u64,
-    /// Between queries.
+    /// Stride of queries.
     pub row: u32,
 }
 
-/// What is added to scores.
+/// Biases of scores as kernel arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct BiasArgs {
-    /// The bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, in words.
+    /// Bias tensor `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, contiguous, in words.
     pub bias: ComptimeOption<Box<[u32]>>,
-    /// Its strides.
+    /// Strides of the bias tensor.
     pub strides: BiasStrides,
-    /// The biases of distances.
+    /// Table of distances.
     pub table: ComptimeOption<TableArgs>,
 }
 
-/// What a head's biases are made of.
+/// Biases of a head.
 #[derive(CubeType, Clone, Copy)]
 pub struct Biases {
-    /// The ALiBi slope.
+    /// ALiBi slope.
     pub slope: f32,
-    /// By how much the position of a row's own distance 0 lies behind it among the columns.
+    /// Added to a row's position to get the column at distance 0.
     pub shift: u32,
-    /// Where the given bias begins.
+    /// Address of the head's bias.
     pub address: u64,
-    /// Bytes between its queries.
+    /// Stride of its queries in bytes.
     pub row: u32,
-    /// The biases of distances.
+    /// Table of distances.
     pub table: HeadTable,
 }
 
-/// Those of a head with this slope.
+/// Returns the biases of a head with this slope.
 #[cube]
 pub fn biases_of_head(
     biases: &BiasArgs,
@@ -64,7 +64,7 @@ pub fn biases_of_head(
     }
 }
 
-/// Where a head's given bias begins.
+/// Returns the address of a head's bias, or 0 without one.
 #[cube]
 fn bias_address(
     bias: &ComptimeOption<Box<[u32]>>,
@@ -83,7 +83,7 @@ fn bias_address(
     at
 }
 
-/// A head's biases of distances.
+/// Returns a head's table of distances.
 #[cube]
 fn table_of_head(table: &ComptimeOption<TableArgs>, head: u32, #[comptime] t: Tile) -> HeadTable {
     if comptime!(t.score.relative) {
@@ -93,8 +93,8 @@ fn table_of_head(table: &ComptimeOption<TableArgs>, head: u32, #[comptime] t: Ti
     }
 }
 
-/// Makes scores of products: multiplied by `factor`, unless they are softcapped by now, and ALiBi's and the given biases added. `rows` and `cols` are where
-/// the positions of the unit's first row and of its first column in the step are; in a loop over `columns` rows are keys.
+/// Turns products into scores: multiplies them by `factor`, unless they are already softcapped, and adds ALiBi's bias and the bias tensor. `rows` and
+/// `cols` are the addresses of the positions of the unit's first row and first column in the step. In a loop over `columns`, rows are keys.
 #[cube]
 pub fn add_biases(
     s: &mut Array<Vector<f32, Four>>,
@@ -106,7 +106,7 @@ pub fn add_biases(
 ) {
     let tiles = comptime!(t.warp_tiles);
     let bytes = comptime!(t.element.bytes() as u32);
-    // Distances are differences of small numbers: from the unit's first row on, f32 holds them exactly, or as exactly as distances.
+    // Distances are differences of positions relative to the unit's first row. f32 holds those exactly, or as exactly as distances.
     let origin = shared_load(rows);
     let mut row_distances = Array::<f32>::new(comptime!(if t.score.alibi { 2 * tiles } else { 1 }));
     let mut row_addresses = Array::<u64>::new(comptime!(if t.score.bias { 2 * tiles } else { 1 }));
@@ -166,7 +166,7 @@ pub fn add_biases(
     }
 }
 
-/// Adds biases of distances to scores, as [`add_biases`] does.
+/// Adds biases from the table of distances to scores, with addresses as in [`add_biases`].
 #[cube]
 pub fn add_distances(
     s: &mut Array<Vector<f32, Four>>,
@@ -209,7 +209,7 @@ pub fn add_distances(
     }
 }
 
-/// How far a position lies behind another.
+/// Returns the signed distance from `origin` to `position`.
 #[cube]
 fn distance(position: u32, origin: u32) -> f32 {
     f32::cast_from(i32::cast_from(position - origin))
@@ -247,8 +247,7 @@ fn cap_fours(
     }
 }
 
-/// Sets scores of pairs that are not computed to −∞. `row` is the unit's first row, `entry` the word of the step's first
-/// entry.
+/// Sets scores of pairs that are not allowed to −∞. `row` is the unit's first row, `entry` the word of the step's first entry.
 #[cube]
 pub fn mask(
     s: &mut Array<Vector<f32, Four>>,

@@ -1,4 +1,4 @@
-//! Weights of a step made again, `p = exp2(s · log2_scale − lse)`, and the gradients of its scores, `ds = p ∘ (dp − delta)`.
+//! Recomputation of a step's weights, `p = exp2(s · log2_scale − lse)`, and the gradients of its scores, `ds = p ∘ (dp − delta)`.
 
 use cubecl::prelude::*;
 
@@ -10,14 +10,14 @@ use crate::shared::addressing::Four;
 use crate::shared::own_rows::own_place;
 use crate::shared::score::ScoreScalars;
 
-/// lse and delta of the queries of a step: of the unit's rows, or in a loop over columns in shared memory.
+/// lse and delta of the queries of a step. Only for queries that are rows; in a loop over columns they are in shared memory.
 #[derive(CubeType)]
 pub struct QueryStats {
     lse: Array<f32>,
     delta: Array<f32>,
 }
 
-/// Those of the unit's rows, if they are queries, of the head that the cube is launched for.
+/// Loads the stats of the unit's rows, if they are queries, in the head of the cube.
 #[cube]
 pub fn row_stats(
     stats: &[f32],
@@ -39,7 +39,7 @@ pub fn row_stats(
             let row = first_row + comptime!(i as u32 * ROW_PAIR);
             let place = own_place(plan, rows, row, comptime!(t.own_shape()));
             if place < loads.pitch {
-                // Here, or registers would keep it for the end.
+                // Computed here, because otherwise registers would keep it until the end.
                 let first = (loads.batch * loads.heads + outer) * loads.pitch;
                 let at = (first + place) as usize * 2;
                 lse[i] = stats[at];
@@ -50,7 +50,7 @@ pub fn row_stats(
     QueryStats { lse, delta }
 }
 
-/// lse and delta of the unit's two columns of the `n`-th eight, one after the other.
+/// Returns lse and delta of the unit's two columns in the `n`-th group of eight: first column, then second.
 #[cube]
 fn column_stats(stats: u32, #[comptime] n: usize, #[comptime] t: Tile) -> Vector<f32, Four> {
     let mut four = Vector::<f32, Four>::zeroed();
@@ -60,7 +60,7 @@ fn column_stats(stats: u32, #[comptime] n: usize, #[comptime] t: Tile) -> Vector
     four
 }
 
-/// The slopes of the softcap, `1 − (s / softcap)²`, where scores are capped.
+/// Returns the derivative of the softcap, `1 − (s / softcap)²`, if scores are capped.
 #[cube]
 pub fn cap_slopes(
     s: &Array<Vector<f32, Four>>,
@@ -81,7 +81,7 @@ pub fn cap_slopes(
     slopes
 }
 
-/// Makes weights of scores. The stats of a step's columns are at `stats`.
+/// Turns scores into weights. `stats` is the address of the stats of a step's columns.
 #[cube]
 pub fn weigh(
     s: &mut Array<Vector<f32, Four>>,
@@ -112,7 +112,7 @@ pub fn weigh(
     }
 }
 
-/// Whether any of the warp's weights is not below `exp(−threshold)`.
+/// Whether any of the warp's weights is at least `exp(−threshold)`.
 #[cube]
 pub fn weights_count(
     p: &Array<Vector<f32, Four>>,
@@ -135,7 +135,7 @@ pub fn weights_count(
     }
 }
 
-/// Makes gradients of scores of those of weights `p`, with dropout of the `kept` ones; those of a bias are without the softcap's slopes.
+/// Turns gradients of weights into gradients of scores. With dropout, only `kept` weights have one. For a bias, without the softcap's derivative.
 #[cube]
 pub fn gradients_of_scores(
     dp: &mut Array<Vector<f32, Four>>,

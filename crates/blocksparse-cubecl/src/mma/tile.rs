@@ -1,4 +1,4 @@
-//! The shape of a tile, and where its parts lie in shared memory.
+//! Shape of a tile, and offsets of its parts in shared memory.
 
 use crate::arch::sm80::*;
 use crate::call::{Kernel, ScoreKind};
@@ -6,57 +6,57 @@ use crate::shared::own_rows::OwnShape;
 use crate::shared::score::described_threshold;
 use blocksparse::plan::{Mainloop, Tiling};
 
-/// Stands for a position outside of the sequence.
+/// Marks a position outside the sequence.
 pub const NOWHERE: u32 = u32::MAX;
 
 /// A unit holds parts of rows `r` and `r + 8`.
 pub const ROW_PAIR: u32 = 8;
 
-/// The comptime shape of a kernel: its key in the cache of compiled kernels.
+/// Compile-time shape of a kernel, part of the key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Whose rows a tile's are.
+    /// Whether a tile's rows are queries or keys.
     pub mainloop: Mainloop,
-    /// What the products' operands are.
+    /// Operand type of the products.
     pub element: Element,
     /// Width of queries and keys, a multiple of 8.
     pub head_dim: usize,
     /// Width of values, a multiple of 8.
     pub value_dim: usize,
-    /// Warps of a cube.
+    /// Warps per cube.
     pub warps: usize,
-    /// Times 16 rows of a warp. With 2 what a warp reads of the other operand is used twice.
+    /// Number of 16-row tiles per warp. With 2, a warp uses what it reads of the other operand twice.
     pub warp_tiles: usize,
-    /// Columns of a step.
+    /// Columns per step.
     pub cols: usize,
-    /// Consecutive positions an entry names.
+    /// Consecutive positions per entry.
     pub group: usize,
-    /// Steps in shared memory at a time: 2, or forward 1, and then keys arrive while values are used and values while keys are.
+    /// Steps in shared memory at a time: 2, or 1 in the forward pass. With 1, keys are loaded while values are used, and values while keys are used.
     pub stages: usize,
-    /// What scores are besides scaled products.
+    /// Options of scores besides scaled products.
     pub score: ScoreKind,
     /// Whether the forward kernel writes each row's largest score.
     pub max_scores: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
-    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
+    /// Whether the kernel continues from the outputs of an earlier part of the pattern.
     pub carry: bool,
-    /// Whether the tile's rows are gathered from like blocks.
+    /// Whether the tile's rows are gathered from blocks with similar patterns.
     pub clustered: bool,
-    /// Whether two rows of a tensor may be more than 4 GB apart, which is known with the tensors only.
+    /// Whether rows of a tensor may be more than 4 GB apart. Set at launch, when the tensors are known.
     pub far_rows: bool,
-    /// Whether the backward kernel makes the gradient of a given bias, and no other.
+    /// Whether the backward kernel computes the gradient of a bias instead of those of its inputs.
     pub bias_gradient: bool,
     /// In the backward pass, which of dK (or dQ) and dV a launch computes.
     pub outputs: Outputs,
 }
 
-/// What a launch of the backward kernel computes. dK and dV of wide heads together have no room in registers.
+/// Outputs of a launch of the backward kernel. For wide heads, dK and dV together do not fit the registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outputs {
-    /// dQ, or only dK.
+    /// dQ, or dK alone.
     First,
-    /// Only dV.
+    /// dV alone.
     Second,
     /// dK and dV.
     Both,
@@ -75,12 +75,12 @@ impl Outputs {
 }
 
 impl Tile {
-    /// Rows of a tile.
+    /// Rows per tile.
     pub fn rows(&self) -> usize {
         16 * self.warp_tiles * self.warps
     }
 
-    /// Units of a cube.
+    /// Units per cube.
     pub fn units(&self) -> usize {
         32 * self.warps
     }
@@ -93,12 +93,12 @@ impl Tile {
         }
     }
 
-    /// Whether columns are queries and rows keys, and not the other way round.
+    /// Whether rows are keys and columns queries.
     pub fn columns(&self) -> bool {
         self.mainloop == Mainloop::Columns
     }
 
-    /// How the layout is cut.
+    /// Returns the tiling of the launch plan.
     pub fn tiling(&self) -> Tiling {
         Tiling {
             clustered: self.clustered,
@@ -106,32 +106,32 @@ impl Tile {
         }
     }
 
-    /// Whether layouts of this block size can be cut so.
+    /// Whether layouts of this block size can have this tile.
     pub fn fits(&self, block: usize) -> bool {
         let rows = self.rows();
         (rows.is_multiple_of(block) || block.is_multiple_of(rows))
             && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
     }
 
-    /// Entries of a step.
+    /// Entries per step.
     pub fn entries(&self) -> usize {
         self.cols / self.group
     }
 
     // Byte offsets in shared memory. The positions of the tile's own rows come first.
 
-    /// Positions of a step's columns, and its head; there are such slots for the next two steps, and where scores depend on
-    /// positions for the one that is computed.
+    /// Slots with the positions of a step's columns, and its head. There are slots for the next two steps, and for the current one if scores depend on
+    /// positions.
     pub fn slot_offset(&self) -> usize {
         self.rows() * 4
     }
 
-    /// Bytes of a slot.
+    /// Bytes per slot.
     pub fn slot_bytes(&self) -> usize {
         (self.cols + 4) * 4
     }
 
-    /// Slots of positions.
+    /// Number of slots.
     pub fn slots(&self) -> usize {
         2 + usize::from(self.score.positions())
     }
@@ -140,27 +140,27 @@ impl Tile {
         self.slot_offset() + self.slots() * self.slot_bytes()
     }
 
-    /// lse and delta of a step's columns, in a loop over columns of queries.
+    /// Bytes of lse and delta of a step's columns, in a loop over columns.
     pub fn stats_bytes(&self) -> usize {
         self.cols * 8
     }
 
-    /// Where the stats of a stage are.
+    /// Offset of the stats of a stage.
     pub fn stats_at(&self, stage: usize) -> usize {
         self.stats_offset() + stage * self.stats_bytes()
     }
 
-    /// The tile's own rows of width head_dim.
+    /// Offset of the tile's own rows of width head_dim.
     pub fn a1_offset(&self) -> usize {
         self.stats_at(self.stages)
     }
 
-    /// Those of width value_dim, which only the backward pass has.
+    /// Offset of the tile's own rows of width value_dim, which only the backward pass has.
     pub fn a2_offset(&self) -> usize {
         self.a1_offset() + self.rows() * self.pitch(self.head_dim)
     }
 
-    /// Gathered rows of width head_dim, `stages` times.
+    /// Offset of the gathered rows of width head_dim, one set per stage.
     pub fn b1_offset(&self, backward: bool) -> usize {
         match backward {
             true => self.a2_offset() + self.rows() * self.pitch(self.value_dim),
@@ -173,7 +173,7 @@ impl Tile {
         self.cols * self.pitch(self.head_dim)
     }
 
-    /// Gathered rows of width value_dim, `stages` times.
+    /// Offset of the gathered rows of width value_dim, one set per stage.
     pub fn b2_offset(&self, backward: bool) -> usize {
         self.b1_offset(backward) + self.stages * self.b1_bytes()
     }
@@ -183,24 +183,22 @@ impl Tile {
         self.cols * self.pitch(self.value_dim)
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Bytes of shared memory per cube.
     pub fn shared_bytes(&self, backward: bool) -> usize {
         self.b2_offset(backward) + self.stages * self.b2_bytes()
     }
 
-    /// A width as it is in shared memory: a multiple of 16. What is beyond `dim` is zeros, see
-    /// [`clear_beyond`](super::gather::clear_beyond).
+    /// Returns a width rounded up to a multiple of 16, as in shared memory. The padding holds zeros: see [`clear_beyond`](super::gather::clear_beyond).
     pub fn padded(&self, dim: usize) -> usize {
         dim.next_multiple_of(16)
     }
 
-    /// Bytes between two rows in shared memory: an odd number of 16-byte pieces, so that eight neighbouring rows lie
-    /// in different banks.
+    /// Row stride in shared memory in bytes: an odd number of 16-byte pieces, so that eight neighbouring rows are in different banks.
     pub fn pitch(&self, dim: usize) -> usize {
         self.padded(dim) * self.element.bytes() + 16
     }
 
-    /// Products deep a width, or a step's columns, is.
+    /// Number of mma.sync products that cover a width, or a step's columns, as depth.
     pub fn depth(&self, dim: usize) -> usize {
         dim.div_ceil(self.element.depth())
     }
@@ -210,18 +208,18 @@ impl Tile {
         !dim.is_multiple_of(self.element.depth())
     }
 
-    /// Words of a row in memory.
+    /// Words per row in memory.
     pub fn words(&self, dim: usize) -> usize {
         dim * self.element.bytes() / 4
     }
 
-    /// Eights of a step's columns.
+    /// Groups of eight columns per step.
     pub fn eights(&self) -> usize {
         self.cols / 8
     }
 }
 
-/// A tile as plans print it.
+/// Returns a tile's description in printed plans.
 pub fn describe(tile: Tile, kernel: Kernel) -> String {
     let like = match tile.clustered {
         true => ", like rows together",

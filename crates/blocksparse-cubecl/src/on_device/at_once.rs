@@ -1,11 +1,11 @@
-//! The words of a plan in one launch, where patterns have few tiles: the steps of [`words`](super::words), some cubes a pattern.
+//! The words of a plan in one launch, for patterns with few tiles: the steps of [`words`](super::words), with several cubes per pattern.
 //!
 //! ```text
-//! count     all tiles of the pattern, by each of its cubes                       a unit some neighbouring tiles
-//! first     sums over the tiles before                                           in shared memory
-//! rank      the cube's own tiles, compared with all                              some units a tile
-//! entries   those of the cube's own tiles, between those of the words before     a unit some words of a tile
-//! tables    the words of all cubes
+//! count     counts the entries of all tiles, in each cube of the pattern          consecutive tiles per unit
+//! first     sums the steps of earlier tiles                                       in shared memory
+//! rank      compares the cube's own tiles with all tiles                          one or more units per tile
+//! entries   lists entries of the cube's own tiles, after those of earlier words   one or more words per unit
+//! tables    makes the tables, distributed over all cubes
 //! ```
 
 use cubecl::prelude::*;
@@ -14,29 +14,29 @@ use super::tables::{Heads, table_word};
 use super::words::{Cut, Extent, Places, counted, entries_of, filled, listed_words, place};
 use crate::limits::most_units;
 
-/// Tiles of a pattern, at most: their steps are in shared memory, and each is compared with all.
+/// Largest number of tiles per pattern. Their steps are in shared memory, and each tile is compared with all.
 pub const MOST_TILES: usize = 1024;
 
-/// Units of a cube, at least, if a device has as many, and at most.
+/// Least (if the device has as many) and largest number of units per cube.
 const UNITS: [usize; 2] = [128, 512];
 
-/// Tiles that a cube lists, at least.
+/// Least number of tiles that a cube lists.
 const FEWEST_OWN: usize = 8;
 
-/// Multiprocessors of a device that does not say how many it has.
+/// Assumed number of multiprocessors if the device does not report it.
 const MULTIPROCESSORS: usize = 16;
 
-/// What is compiled into the kernel, besides the cut.
+/// Compile-time parameters of the kernel besides the cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Once {
-    /// Units of a cube.
+    /// Units per cube.
     pub units: usize,
-    /// Elements of shared memory: no fewer than a pattern's tiles.
+    /// Elements of the shared arrays: at least the tiles of a pattern.
     pub tiles: usize,
 }
 
 impl Once {
-    /// For patterns of so many tiles. `None` if they are too many.
+    /// Returns the parameters for patterns with `tiles` tiles, or `None` if they are too many.
     pub fn new(properties: &DeviceProperties, tiles: usize) -> Option<Self> {
         let hardware = &properties.hardware;
         let most = most_units(properties);
@@ -51,7 +51,7 @@ impl Once {
         (tiles <= MOST_TILES && most >= 32 && fits).then_some(once)
     }
 
-    /// Cubes of a pattern, so that all of them together are about two for each multiprocessor.
+    /// Returns the cubes per pattern, such that there are about two cubes per multiprocessor in all.
     pub fn shares(properties: &DeviceProperties, patterns: usize, tiles: usize) -> usize {
         let known = properties.hardware.num_streaming_multiprocessors;
         let multiprocessors = known.map_or(MULTIPROCESSORS, |count| count as usize);
@@ -59,7 +59,7 @@ impl Once {
     }
 }
 
-/// Tiles, their order and their entries; and the tables, whose words all cubes share. A pattern has `shares` cubes.
+/// Makes tiles, their order and their entries, and the tables, whose words are distributed over all cubes. A pattern has `shares` cubes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn at_once(
     bits: &[u32],
@@ -77,17 +77,17 @@ pub fn at_once(
     let per_step = comptime!(cut.per_step);
     let at = CUBE_POS.min(patterns * shares - 1);
     let pattern = at / shares;
-    // Cubes beyond the last pattern have no tiles, but meet the barriers.
+    // Cubes beyond the last pattern have no tiles, but reach the barriers.
     let tiles = select(CUBE_POS < patterns * shares, extent.tiles, 0usize);
     let first_tile = pattern * extent.tiles;
     let unit = UNIT_POS as usize;
     let mut steps = Shared::<[u32]>::new_slice(once.tiles);
     let mut masked = Shared::<[u32]>::new_slice(once.tiles);
-    // Steps of the tiles before.
+    // Steps of the previous tiles.
     let mut firsts = Shared::<[u32]>::new_slice(once.tiles);
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * once.units));
 
-    // A unit has neighbouring tiles, so that what earlier units have is what comes before.
+    // A unit has consecutive tiles, so that the tiles of earlier units come before.
     let own = extent.tiles.div_ceil(units);
     let first = (unit * own).min(tiles);
     let end = (first + own).min(tiles);
@@ -98,7 +98,7 @@ pub fn at_once(
         masked[tile] = counted.masked;
         sum += counted.steps;
     }
-    // Sums of as many units up to the own one as are there, then of twice as many.
+    // Prefix sums by doubling: over one unit, two, four and so on.
     sums[unit] = sum;
     sync_cube();
     #[unroll]
@@ -188,7 +188,7 @@ pub fn at_once(
         sums[unit + units] = own_full;
         sync_cube();
         if is_own {
-            // Those of the words before.
+            // Counts of the previous words.
             let mut masked_before = 0u32.runtime();
             let mut full_before = 0u32.runtime();
             for other in 0..lane {

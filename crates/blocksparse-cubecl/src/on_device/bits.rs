@@ -1,4 +1,4 @@
-//! From the tensor that chooses blocks to bits: one for each pair of blocks, by rows and by columns. Of scores, see `budget`.
+//! From the tensor that chooses blocks to bits: one per pair of blocks, by rows and by columns. For scores, see `budget`.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -6,18 +6,18 @@ use cubecl::server::Handle;
 use super::cubes;
 use crate::args::buffer;
 
-/// The pairs of blocks there are.
+/// Numbers of blocks, and their sizes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Grid {
-    /// Rows of query blocks.
+    /// Number of query blocks.
     pub q_blocks: usize,
-    /// Columns of key blocks.
+    /// Number of key blocks.
     pub kv_blocks: usize,
-    /// Words of a row of bits.
+    /// Words per row of bits.
     pub words: usize,
-    /// Queries of a row.
+    /// Queries per query block.
     pub query_rows: usize,
-    /// Keys of a block.
+    /// Keys per key block.
     pub block: usize,
     /// Number of queries.
     pub seq_q: usize,
@@ -25,19 +25,19 @@ pub struct Grid {
     pub offset: i32,
 }
 
-/// Position of the first query of a block.
+/// Returns the position of the first query of a block.
 #[cube]
 pub fn first_position(q_block: usize, grid: &Grid) -> i32 {
     (q_block * grid.query_rows) as i32 + grid.offset
 }
 
-/// Position of the last query of a block.
+/// Returns the position of the last query of a block.
 #[cube]
 pub fn last_position(q_block: usize, grid: &Grid) -> i32 {
     (q_block * grid.query_rows + grid.query_rows).min(grid.seq_q) as i32 - 1i32 + grid.offset
 }
 
-/// Whether some query of a block may see some key of another.
+/// Whether the causal mask allows a query of one block to attend to a key of the other.
 #[cube]
 pub fn seen(q_block: usize, kv_block: usize, grid: &Grid, #[comptime] causal: bool) -> bool {
     let mut result = kv_block < grid.kv_blocks;
@@ -48,7 +48,7 @@ pub fn seen(q_block: usize, kv_block: usize, grid: &Grid, #[comptime] causal: bo
     result
 }
 
-/// `mask` `[patterns, q_blocks, kv_blocks]`, a bit for each; `bits` `[patterns, q_blocks, words]`. A unit makes a word.
+/// Packs `mask` `[patterns, q_blocks, kv_blocks]` into `bits` `[patterns, q_blocks, words]`. A unit makes a word.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn from_mask<T: Int>(
     mask: &[T],
@@ -74,7 +74,7 @@ pub fn from_mask<T: Int>(
     }
 }
 
-/// `indices` `[patterns, q_blocks, most]`, of which those of no key block count for nothing. A unit makes a row.
+/// Makes bits from `indices` `[patterns, q_blocks, most]`. Indices that are not a key block are skipped. A unit makes a row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn from_indices(
     indices: &[i32],
@@ -99,26 +99,26 @@ pub fn from_indices(
     }
 }
 
-/// The score of a block that cannot be chosen: a number that is none, and no other score's.
+/// Score of a block that cannot be chosen: a NaN that no other score has.
 pub const HIDDEN: u32 = 0xffff_ffff;
 
-/// The score of every other number that is none.
+/// Score that replaces every other NaN.
 const NO_NUMBER: u32 = 0x7fc0_0000;
 
-/// Which blocks can be chosen: a word for each head says at which row its bits begin, and the bits follow, `[rows, words]`.
+/// Location of the bits of blocks that can be chosen. A word per head has the first row of its bits, and the bits `[rows, words]` follow.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Allowed {
-    /// Where the bits begin, `[batch entries, heads]` words behind the first.
+    /// Offset of the bits, after one word per batch entry and head.
     pub bits: usize,
-    /// Heads of a batch entry.
+    /// Heads per batch entry.
     pub heads: usize,
-    /// The last batch entry.
+    /// Last batch entry.
     pub last_entry: usize,
-    /// Patterns of a batch entry, of those that choose.
+    /// Patterns of the choice per batch entry.
     pub patterns: usize,
 }
 
-/// The bits of block `kv_block`'s word, of row `row` of all patterns'.
+/// Returns word `word` of the allowed blocks of row `row`, counted over all patterns.
 #[cube]
 fn allowed_word(allowed: &[u32], row: usize, word: usize, grid: &Grid, of: &Allowed) -> u32 {
     let pattern = row / grid.q_blocks;
@@ -128,7 +128,7 @@ fn allowed_word(allowed: &[u32], row: usize, word: usize, grid: &Grid, of: &Allo
     allowed[of.bits + (first + row % grid.q_blocks) * grid.words + word]
 }
 
-/// `scores` `[patterns, q_blocks, kv_blocks]`, and [`HIDDEN`] where no block can be chosen. A unit makes a score.
+/// Copies `scores` `[patterns, q_blocks, kv_blocks]`, with [`HIDDEN`] for blocks that cannot be chosen. A unit makes a score.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn hide(scores: &[u32], allowed: &[u32], hidden: &mut [u32], grid: Grid, of: Allowed) {
     let at = ABSOLUTE_POS;
@@ -147,7 +147,7 @@ pub fn hide(scores: &[u32], allowed: &[u32], hidden: &mut [u32], grid: Grid, of:
     }
 }
 
-/// Bits `[patterns, q_blocks, words]` without those of blocks that cannot be chosen. A unit makes a word.
+/// Clears the bits `[patterns, q_blocks, words]` of blocks that cannot be chosen. A unit makes a word.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn cut(bits: &mut [u32], allowed: &[u32], grid: Grid, of: Allowed) {
     let at = ABSOLUTE_POS;
@@ -158,7 +158,7 @@ pub fn cut(bits: &mut [u32], allowed: &[u32], grid: Grid, of: Allowed) {
     }
 }
 
-/// How many bits a row has. A unit counts a row's.
+/// Counts the bits of each row. A unit counts a row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn count_rows(bits: &[u32], counts: &mut [i32], words: usize) {
     let row = ABSOLUTE_POS;
@@ -171,7 +171,7 @@ pub fn count_rows(bits: &[u32], counts: &mut [i32], words: usize) {
     }
 }
 
-/// The bits by columns, `[patterns, kv_blocks, column_words]`. A unit makes a word.
+/// Transposes bits to columns, `[patterns, kv_blocks, column_words]`. A unit makes a word.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn transpose(bits: &[u32], columns: &mut [u32], grid: Grid, column_words: usize) {
     let at = ABSOLUTE_POS;
@@ -193,12 +193,12 @@ pub fn transpose(bits: &[u32], columns: &mut [u32], grid: Grid, column_words: us
     }
 }
 
-/// Rows and columns of a square of pairs that a cube turns over, and its units.
+/// Rows and columns of the tile of pairs that a cube transposes, and its units.
 const SQUARE_ROWS: usize = 256;
 const SQUARE_COLS: usize = 512;
 const SQUARE_UNITS: usize = 128;
 
-/// Bits of pairs `[patterns, rows, words of columns]` by columns.
+/// Transposes bits of pairs `[patterns, rows, words of columns]`.
 pub fn turn_pairs(
     client: &Client,
     bits: &Handle,
@@ -209,7 +209,7 @@ pub fn turn_pairs(
         [(rows, cols), (cols, rows)].map(|(one, other)| patterns * one * other.div_ceil(32));
     let made = client.empty(len * size_of::<u32>());
     let squares = rows.div_ceil(SQUARE_ROWS) * cols.div_ceil(SQUARE_COLS);
-    // SAFETY: a cube reads words of its square of rows and columns, as far as there are any, and writes the same by columns.
+    // SAFETY: a cube reads the existing words of its tile of rows and columns, and writes the same bits by columns.
     unsafe {
         transpose_pairs::launch_unchecked(
             client,
@@ -226,8 +226,8 @@ pub fn turn_pairs(
     made
 }
 
-/// Bits of pairs `[patterns, rows, words of columns]` by columns, `[patterns, cols, words of rows]`. A cube turns a square over in shared memory, so that both
-/// are read and written 32 bytes at a time.
+/// Transposes bits of pairs `[patterns, rows, words of columns]` to `[patterns, cols, words of rows]`. A cube transposes a tile in shared memory, so that
+/// loads and stores are 32 contiguous bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn transpose_pairs(bits: &[i32], columns: &mut [i32], patterns: usize, rows: usize, cols: usize) {
     let words = comptime!(SQUARE_COLS / 32);
@@ -236,13 +236,13 @@ fn transpose_pairs(bits: &[i32], columns: &mut [i32], patterns: usize, rows: usi
     let column_words = rows.div_ceil(32);
     let across = cols.div_ceil(comptime!(SQUARE_COLS));
     let of_pattern = across * rows.div_ceil(comptime!(SQUARE_ROWS));
-    // Every unit of a cube meets the barrier; a cube beyond the last pattern writes nothing.
+    // Every unit of a cube reaches the barrier. A cube beyond the last pattern writes nothing.
     let is_one = CUBE_POS < patterns * of_pattern;
     let square = CUBE_POS.min(patterns * of_pattern - 1);
     let pattern = square / of_pattern;
     let first_row = square % of_pattern / across * comptime!(SQUARE_ROWS);
     let first_word = square % across * words;
-    // A word more behind each 32 rows, so that units of as many groups read different banks.
+    // One word of padding after every 32 rows, so that units of consecutive groups read different banks.
     let mut tile =
         Shared::<[u32]>::new_slice(comptime!(SQUARE_ROWS * SQUARE_COLS / 32 + SQUARE_ROWS / 32));
     let mut at = UNIT_POS as usize;

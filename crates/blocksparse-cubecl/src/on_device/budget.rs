@@ -1,9 +1,9 @@
-//! From scores to bits: the rules of [`Rule`], on the device.
+//! From scores to bits: the rules of [`Rule`] on the device.
 //!
-//! Nothing is sorted. Scores in their order are whole numbers in the same order, so how many are above one, and how much they weigh, is asked of a bound, which
-//! at most 32 halvings find. Of short rows, where there are planes of 32 units, a plane has a row: its units add up what each has counted and meet no barrier,
-//! a bound is found as soon as it has as many blocks above it as are wanted, and votes on their `i`-th blocks are word `i` of the row's bits. Elsewhere a cube
-//! has a row.
+//! Nothing is sorted. Scores become integers of the same order, and a bisection of at most 32 steps finds the bound above which there are enough blocks, or
+//! enough weight. Short rows on devices with planes of 32 units have a plane each: its units add up their counts without barriers, the search stops as soon
+//! as the bound has the wanted number of blocks above it, and the votes on the units' `i`-th blocks are word `i` of the row's bits. Otherwise a cube has a
+//! row.
 
 use cubecl::prelude::*;
 
@@ -18,12 +18,12 @@ use crate::shared::row_tile::{Combine, pair_across_lanes, pair_shared};
 use blocksparse::EstimateKind;
 use blocksparse::internal::{LARGEST, WHOLE};
 
-/// `scores` `[patterns, q_blocks, kv_blocks]`, the bits of f32 numbers. A cube makes its rows' `bits`, `[patterns, q_blocks, words]`:
+/// Makes `bits` `[patterns, q_blocks, words]` of a cube's rows from `scores` `[patterns, q_blocks, kv_blocks]`, the bits of f32 numbers:
 ///
 /// ```text
-/// m = how many of the blocks that are not forced are kept
-/// bound = the smallest number that fewer than m keys of them are above, or one that m are above
-/// chosen: the forced blocks, keys above the bound, and the first of those that equal it, up to m
+/// m      = number of kept blocks that are not forced
+/// bound  = the least number with fewer than m of their keys above it, or one with exactly m above it
+/// chosen = forced blocks, blocks with keys above the bound, and the first blocks with keys equal to it, up to m
 /// ```
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn from_scores(
@@ -37,7 +37,7 @@ pub fn from_scores(
     let lanes = comptime!(c.tile.lanes);
     let lane = UNIT_POS as usize % lanes;
     let own_row = CUBE_POS * comptime!(c.tile.rows) + UNIT_POS as usize / lanes;
-    // Those beyond the last row have it, too, and planes write nothing then.
+    // Units beyond the last row repeat it. In planes, they write nothing.
     let at_row = own_row.min(rows - 1);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(pair_shared(&c.tile)));
     let mut one = Shared::<[f32]>::new_slice(comptime!(c.tile.shared()));
@@ -49,10 +49,10 @@ pub fn from_scores(
         grid,
         rule,
     };
-    // Without any, places that nothing reads.
+    // Unused elements, if the unit holds no blocks.
     let mut keys = Array::<u32>::new(comptime!(c.held.max(1)));
     let mut weights = Array::<f32>::new(comptime!(c.held.max(1)));
-    // The unit's blocks that are forced, as bits.
+    // The unit's forced blocks, one bit each.
     let mut forced_mask = 0u32.runtime();
     let mut forced = 0u32.runtime();
     if comptime!(c.held > 0) {
@@ -106,9 +106,9 @@ pub fn from_scores(
     let own = Held { keys, weights };
 
     let mut wanted = 0.0f32.runtime();
-    // The least weight that is kept.
+    // Least weight that is kept.
     let mut least = 0.0f32.runtime();
-    // The key at which a share is reached, if one was looked for.
+    // Key at which the share of weights is reached, if one was searched.
     let mut reached = 0u32.runtime();
     match comptime!(c.budget) {
         BudgetKind::TopK => {
@@ -150,11 +150,11 @@ pub fn from_scores(
                 meet(c);
                 wanted = f32::cast_from(there.count);
                 reached = bound;
-                // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
+                // The sum of all may be rounded below the needed weight. Then the bound is 0, which is no score's key.
                 if bound != 0u32 {
                     let of_bound = weight(bound, &row, c.kind);
                     let ties = ((needed - there.weight_sum) / of_bound).ceil();
-                    // Those that equal it cannot be more than all.
+                    // The number of ties is limited by the number of blocks.
                     wanted = min(wanted + ties, f32::cast_from(row.others));
                 }
             }
@@ -183,7 +183,7 @@ pub fn from_scores(
     if comptime!(c.budget != BudgetKind::MinP) {
         let wanted = u32::cast_from(min(wanted, f32::cast_from(row.others)));
         if comptime!(c.votes && c.weighs()) {
-            // It may be that `wanted` keys are those above the one at which a share is reached, and some that equal it.
+            // The bound of the share also serves if `wanted` is the keys above it plus some that equal it.
             let above_it = count_of(&own, reached, c);
             let from_it = count_of(&own, reached.max(1u32) - 1u32, c);
             bound = reached;
@@ -209,7 +209,7 @@ pub fn from_scores(
             if comptime!(c.budget == BudgetKind::MinP) {
                 keeps = keeps || (is_free && is_above_share(key, least, &row, c));
             } else {
-                // Those that equal the bound are kept in their order.
+                // Blocks that equal the bound are kept in order.
                 let is_equal = is_free && key == bound;
                 let equal = votes(is_equal, c.ptx);
                 let before = (equal & before_lane).count_ones();
@@ -223,7 +223,7 @@ pub fn from_scores(
             bits[at_row * row.grid.words + lane] = own_word;
         }
     } else {
-        // Likewise: a lane has whole words, neighbours.
+        // Likewise, blocks that equal the bound are kept in order. A lane has consecutive whole words.
         let own_words = row.grid.words.div_ceil(lanes);
         let first_word = (lane * own_words).min(row.grid.words);
         let end_word = (first_word + own_words).min(row.grid.words);

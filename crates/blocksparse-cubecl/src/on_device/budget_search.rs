@@ -1,4 +1,4 @@
-//! A row of scores, and the bound above which there are so many blocks, or which weigh so much.
+//! A row of scores, and the search for the bound above which there are enough blocks, or enough weight.
 
 use cubecl::prelude::*;
 
@@ -13,13 +13,13 @@ use blocksparse::internal::LARGEST;
 /// A row of scores.
 #[derive(CubeType, Clone, Copy)]
 pub struct Row {
-    /// Where it begins.
+    /// Index of its first score.
     pub start: usize,
-    /// Its block of queries.
+    /// Its query block.
     pub q_block: usize,
-    /// The largest score that is visible.
+    /// Largest visible score.
     pub largest: f32,
-    /// Blocks that a rule may choose.
+    /// Number of blocks that a rule may choose.
     pub others: u32,
     pub grid: Grid,
     pub rule: RuleScalars,
@@ -29,21 +29,21 @@ pub struct Row {
 #[derive(CubeType, Clone, Copy)]
 pub struct Block {
     pub key: u32,
-    /// Whether it can be chosen,
+    /// Whether it can be chosen.
     pub is_seen: bool,
-    /// and is whatever its score.
+    /// Whether it is chosen whatever its score.
     pub is_forced: bool,
 }
 
 #[cube]
 impl Block {
-    /// Its key if a rule may choose it, 0 (no number's) if it is forced or not seen.
+    /// Returns its key if a rule may choose it. Otherwise, if it is forced or not visible, 0, which is no score's key.
     pub fn free_key(&self) -> u32 {
         select(self.is_seen && !self.is_forced, self.key, 0u32)
     }
 }
 
-/// No branch: all units of a plane vote.
+/// Returns a block of a row. Without branches, because all units of a plane vote afterwards.
 #[cube]
 pub fn block_at(scores: &[u32], block: usize, row: &Row, #[comptime] c: BudgetTile) -> Block {
     let grid = &row.grid;
@@ -62,7 +62,7 @@ pub fn block_at(scores: &[u32], block: usize, row: &Row, #[comptime] c: BudgetTi
     }
 }
 
-/// A score of which a weight is made, by its key.
+/// Returns the score for a block's weight, given its key.
 #[cube]
 pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
     let least = comptime!(match kind {
@@ -74,13 +74,13 @@ pub fn value(key: u32, #[comptime] kind: EstimateKind) -> f32 {
         comptime!(LARGEST).runtime(),
     );
     match comptime!(kind) {
-        // As a probability +∞ is wanted whatever the others get, and weighs nothing.
+        // A probability of +∞ is always chosen, and has weight 0.
         EstimateKind::Probability => select(key == INFINITE, 0.0f32.runtime(), value),
         EstimateKind::Logit => value,
     }
 }
 
-/// What a block weighs, by its key.
+/// Returns the weight of a block, given its key.
 #[cube]
 pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     let value = value(key, kind);
@@ -90,7 +90,7 @@ pub fn weight(key: u32, row: &Row, #[comptime] kind: EstimateKind) -> f32 {
     }
 }
 
-/// The elements of a row's units as one.
+/// Reduces `x` over the units of a row.
 #[cube]
 pub fn of_row(
     x: f32,
@@ -111,7 +111,7 @@ pub fn of_row(
     result
 }
 
-/// Every unit of a cube's row gets here before what is shared is used again. Planes have nothing shared.
+/// Waits for all units of a cube's row before shared memory is used again. Planes use no shared memory.
 #[cube]
 pub fn meet(#[comptime] c: BudgetTile) {
     if comptime!(!c.votes) {
@@ -119,21 +119,21 @@ pub fn meet(#[comptime] c: BudgetTile) {
     }
 }
 
-/// What a unit holds of a row: the keys of its blocks that a rule may choose, 0 for others, and what they weigh.
+/// Blocks of a row that a unit holds: their keys, or 0 if a rule may not choose them, and their weights.
 #[derive(CubeType)]
 pub struct Held {
     pub keys: Array<u32>,
     pub weights: Array<f32>,
 }
 
-/// Blocks above a bound.
+/// Number and weight of blocks above a bound.
 #[derive(CubeType, Clone, Copy)]
 pub struct Above {
     pub weight_sum: f32,
     pub count: u32,
 }
 
-/// How many blocks are above a bound, of those that are not forced, and what they weigh if that is asked.
+/// Returns the number of blocks above a bound that are not forced and, with `weighs`, their weight.
 #[cube]
 pub fn above(
     scores: &[u32],
@@ -187,7 +187,7 @@ pub fn above(
     }
 }
 
-/// Whether there is more than one key from `low` to `high`, as far as numbers of keys say so.
+/// Whether several keys may lie between `low` and `high`, judging by the counts.
 #[cube]
 fn is_open(low: u32, high: u32, from_low: u32, above_high: u32, #[comptime] weighs: bool) -> bool {
     let mut result = low < high;
@@ -197,8 +197,8 @@ fn is_open(low: u32, high: u32, from_low: u32, above_high: u32, #[comptime] weig
     result
 }
 
-/// The smallest bound above which blocks weigh less than `limit`, or, where nothing weighs, a bound above which there are `wanted` blocks, or the smallest above
-/// which there are fewer.
+/// Returns the smallest bound above which blocks weigh less than `limit`. Without `weighs`, returns a bound above which there are `wanted` blocks, or else
+/// the smallest above which there are fewer.
 #[cube]
 pub fn bound_of(
     scores: &[u32],
@@ -213,7 +213,7 @@ pub fn bound_of(
     let mut low = 0u32.runtime();
     let mut high = 0xffff_ffffu32.runtime();
     if comptime!(c.votes) {
-        // The lowest and the highest key: of none the first is above the second.
+        // The lowest and the highest key. Without keys, the first is above the second.
         let mut least = 0xffff_ffffu32.runtime();
         let mut most = 0u32.runtime();
         #[unroll]
@@ -226,11 +226,11 @@ pub fn bound_of(
         high = highest(most, c.ptx);
     }
     if comptime!(!weighs) {
-        // All are wanted: those above 0.
+        // If all are wanted, the bound is 0.
         low = select(wanted < row.others, low, 0u32);
         high = select(wanted < row.others, high, 0u32);
     }
-    // Keys from `low` on, and above `high`.
+    // Number of keys from `low` on, and of keys above `high`.
     let mut from_low = row.others;
     let mut above_high = 0u32.runtime();
     let mut step = 0usize.runtime();
@@ -261,7 +261,7 @@ pub fn bound_of(
             }
         }
         step += 1;
-        // The units of a plane may stop; a cube's meet barriers as often as all others.
+        // The units of a plane may stop early. A cube's units must reach barriers equally often.
         if comptime!(c.votes) {
             step = select(
                 is_open(low, high, from_low, above_high, weighs),
@@ -271,7 +271,7 @@ pub fn bound_of(
         }
     }
     if comptime!(c.votes && weighs) {
-        // What is left is one key, or keys that are equal.
+        // One distinct key is left.
         let mut bound = 0u32.runtime();
         #[unroll]
         for i in 0..comptime!(c.held) {
@@ -280,12 +280,12 @@ pub fn bound_of(
         }
         low = highest(bound, c.ptx);
     }
-    // The next search begins with the other half of what is shared.
+    // The next search begins with the other half of the shared memory.
     meet(c);
     low
 }
 
-/// How many keys of a plane's row are above a bound.
+/// Returns how many keys of a plane's row are above a bound.
 #[cube]
 pub fn count_of(own: &Held, bound: u32, #[comptime] c: BudgetTile) -> u32 {
     let mut count = 0u32.runtime();
@@ -296,7 +296,7 @@ pub fn count_of(own: &Held, bound: u32, #[comptime] c: BudgetTile) -> u32 {
     total(count, c.ptx)
 }
 
-/// Whether a block weighs a share of what the largest does, or is wanted whatever it weighs.
+/// Whether a block has at least the weight `least`, or is always chosen.
 #[cube]
 pub fn is_above_share(key: u32, least: f32, row: &Row, #[comptime] c: BudgetTile) -> bool {
     let mut result = weight(key, row, c.kind) >= least;

@@ -1,4 +1,4 @@
-//! How rows of scores are searched by a rule: what is compiled into the kernel, and the rule's numbers.
+//! Compile-time parameters of searches in rows of scores, and the scalars of a rule.
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
@@ -12,22 +12,22 @@ use blocksparse::{Budget, EstimateKind, Rule};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Units of a row that a cube has, at least and at most, if the device has them.
+/// Least and largest number of units per row of a cube, if the device has them.
 const UNITS: [usize; 2] = [32, 256];
 
-/// Blocks of a unit, where units are between these: few units, because each halving is a sum over all of them.
+/// Blocks per unit, as long as that keeps the number of units in this range. Few units, because each bisection step sums over all of them.
 const UNIT_BLOCKS: usize = 16;
 
-/// Blocks that a unit of a cube's row holds, at most; of longer rows it reads them again.
+/// Largest number of blocks that a unit of a cube's row holds in registers. In longer rows it reads them again.
 const MOST_HELD: usize = 16;
 
-/// Blocks that a unit of a plane's row holds, at most: a word of the row's bits each, of which a unit writes one.
+/// Largest number of blocks that a unit of a plane's row holds. Each is a word of the row's bits, and a unit writes one word.
 const MOST_WORDS: usize = 32;
 
-/// Rows of a cube whose planes have a row each.
+/// Rows per cube if each plane has a row.
 const PLANE_ROWS: usize = 4;
 
-/// Which [`Budget`] is compiled into the kernel.
+/// Compile-time kind of a [`Budget`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BudgetKind {
     TopK,
@@ -36,28 +36,28 @@ pub enum BudgetKind {
     MinP,
 }
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BudgetTile {
     pub tile: RowTile,
     pub budget: BudgetKind,
     pub kind: EstimateKind,
     pub causal: bool,
-    /// Whether scores say which blocks there are none of: [`HIDDEN`](super::bits::HIDDEN)(super::bits::HIDDEN).
+    /// Whether scores mark blocks that cannot be chosen, with [`HIDDEN`](super::bits::HIDDEN).
     pub hides: bool,
-    /// Blocks that a unit holds, 0 if they are too many.
+    /// Blocks that a unit holds in registers, 0 if they are too many.
     pub held: usize,
     /// Whether a plane has a row.
     pub votes: bool,
-    /// Whether its units meet by PTX.
+    /// Whether planes use PTX.
     pub ptx: bool,
 }
 
 impl BudgetTile {
-    /// Of rows of so many blocks, whose scores may say which cannot be chosen.
+    /// Returns the parameters for rows of `blocks` blocks. With `hides`, scores may mark blocks that cannot be chosen.
     ///
     /// # Errors
-    /// [`KernelError`] if the device has no cubes of as many units.
+    /// [`KernelError`] if the device's cubes are too small.
     pub fn new(
         properties: &DeviceProperties,
         rule: &Rule,
@@ -84,7 +84,7 @@ impl BudgetTile {
                 lanes,
                 rows: if votes { PLANE_ROWS } else { 1 },
                 vector: 1,
-                // Rows are as long as a launch says.
+                // The length of rows is a run-time argument.
                 row_vectors: 0,
                 plane: tile.plane.min(lanes),
             },
@@ -103,43 +103,43 @@ impl BudgetTile {
         })
     }
 
-    /// Units of a cube.
+    /// Units per cube.
     pub fn units(&self) -> u32 {
         self.tile.units() as u32
     }
 
-    /// Rows of a cube.
+    /// Rows per cube.
     pub fn rows(&self) -> usize {
         self.tile.rows
     }
 
-    /// Whether blocks weigh what they are chosen by.
+    /// Whether the budget sums weights of blocks.
     pub fn weighs(&self) -> bool {
         self.budget == BudgetKind::TopP
     }
 
-    /// Whether blocks are chosen by what they are beside the largest.
+    /// Whether the budget is relative to the largest score.
     pub fn has_largest(&self) -> bool {
         matches!(self.budget, BudgetKind::TopP | BudgetKind::MinP)
     }
 }
 
-/// A rule's numbers.
+/// Scalars of a rule.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct RuleScalars {
-    /// Blocks, or parts of them, or the fewest of a share of weights.
+    /// Number of blocks, or parts of them, or the least number for a share of weights.
     pub least: u32,
-    /// The most blocks of a share of weights.
+    /// Largest number of blocks for a share of weights.
     pub most: u32,
-    /// A share of weights.
+    /// Share of weights.
     pub share: f32,
-    /// How many blocks up to the queries' own are forced, at most one more than there are.
+    /// Number of forced blocks up to the queries' own, at most one more than there are.
     pub local: usize,
-    /// How many of the first key blocks are forced.
+    /// Number of forced first key blocks.
     pub first: usize,
 }
 
-/// The numbers of a rule, of rows of so many blocks.
+/// Returns the scalars of a rule, for rows of `blocks` blocks.
 pub fn rule_scalars(rule: &Rule, blocks: usize) -> RuleScalarsLaunch {
     let whole = |count: usize| u32::try_from(count.min(blocks)).unwrap_or(u32::MAX);
     let (least, most, share) = match rule.keep {

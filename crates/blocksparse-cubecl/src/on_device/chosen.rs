@@ -1,4 +1,4 @@
-//! The bits of a layout's blocks, of the tensor that chooses them.
+//! Bits of a layout's blocks, from the tensor that chooses them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -23,28 +23,30 @@ use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape};
 /// The tensor that chooses a layout's blocks, contiguous.
 #[derive(Clone, Debug)]
 pub struct ChoiceTensor {
-    /// The buffer, beginning at the first element.
+    /// The buffer, which begins at the first element.
     pub handle: Handle,
-    /// Type of the elements: of a mask any integers, 0 for what is not chosen; of indices i32; of scores f32.
+    /// Element type: any integer for a mask, with 0 for blocks that are not chosen; i32 for indices; f32 for scores.
     pub dtype: ElemType,
 }
 
-/// The bits of a layout's blocks on devices.
+/// Bits of a layout's blocks, cached per device.
 #[derive(Default)]
 struct Bits(Mutex<HashMap<DeviceKey, ByMainloop>>);
 
-/// Bits by rows, and by columns from when a loop over columns asks for them: of blocks, or of pairs. Of a layout by positions `rows` are those, and there are no columns.
+/// Bits of blocks or of pairs, by rows, and by columns once a loop over columns needs them. If the layout depends on positions, `rows` has those and
+/// `columns` is unused.
 struct ByMainloop {
     rows: Handle,
     columns: Option<Handle>,
 }
 
-/// Gives a layout the tensor that chooses its blocks: `[batch or 1, heads or 1, q_blocks, n]`, `n` being `kv_blocks` or the indices of a
-/// row, as its [`DeviceChoice`] says; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` where they are those of keys, too; or lists of
-/// keys, i32 `[batch or 1, heads, seq_q, most]`, as [`unique_keys`](super::unique_keys) writes them. A layout that was given one on this device keeps it. Nothing is read back.
+/// Sets the tensor that chooses a layout's blocks, as its [`DeviceChoice`] specifies: `[batch or 1, heads or 1, q_blocks, n]`, with `n` `kv_blocks` or the
+/// indices per row; or positions, i32 `[batch or 1, heads, seq_q + seq_kv]`, or `[.., seq_q]` if keys have the same positions as queries; or lists of keys,
+/// i32 `[batch or 1, heads, seq_q, most]`, as [`unique_keys`](super::unique_keys) writes them. A layout that already has a tensor on this device keeps it.
+/// Nothing is read back to the host.
 ///
 /// # Errors
-/// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks are more than 32 bits count.
+/// [`KernelError`] if the device lacks the tensor's type, or the pairs of blocks do not fit 32 bits.
 pub fn choose_blocks(
     client: &Client,
     layout: &BlockLayout,
@@ -85,7 +87,7 @@ fn grid(layout: &BlockLayout) -> GridLaunch {
     )
 }
 
-/// Position of the first query.
+/// Returns the position of the first query.
 pub(super) fn offset(shape: &LayoutShape) -> i32 {
     shape.seq_kv as i32 - shape.seq_q as i32
 }
@@ -135,7 +137,7 @@ fn row_bits(
         BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
             unreachable!("positions and lists of keys choose no blocks")
         }
-        // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
+        // SAFETY: a unit writes its own word of bits, below `len`, and reads the elements of that word in its row.
         BlockSource::Mask => unsafe {
             let cubes = units(client, len);
             let (dim, dtype) = (CubeDim::new_1d(UNITS), tensor.dtype);
@@ -155,7 +157,7 @@ fn row_bits(
             let numbers = budget_tile::rule_scalars(&rule, most);
             let hides = hidden.is_some();
             let tile = BudgetTile::new(client.properties(), &rule, most, causal, hides)?;
-            // SAFETY: likewise a cube, or a plane of it.
+            // SAFETY: a cube, or a plane of it, does likewise for its rows.
             unsafe {
                 let cubes = cubes(client, rows.div_ceil(tile.rows()));
                 let dim = CubeDim::new_1d(tile.units());
@@ -166,7 +168,7 @@ fn row_bits(
         }
     }
     if let (Some(allowed), None) = (allowed, hidden) {
-        // SAFETY: a unit changes its own word of bits, below `len`, by the word of the same row and blocks in the layout's.
+        // SAFETY: a unit updates its own word of bits, below `len`, with the word of the same row and blocks in the layout's bits.
         unsafe {
             bits::cut::launch_unchecked(
                 client,
@@ -183,7 +185,7 @@ fn row_bits(
     Ok(made)
 }
 
-/// The scores, and what says so where no block can be chosen.
+/// Returns the scores, with blocks marked that cannot be chosen.
 fn hide(
     client: &Client,
     layout: &BlockLayout,
@@ -193,7 +195,7 @@ fn hide(
 ) -> Handle {
     let len = patterns(choice) * layout.q_blocks() * layout.kv_blocks();
     let made = client.empty(len * size_of::<u32>());
-    // SAFETY: a unit writes its own score, below `len`, and reads that and the word of its block in the layout's bits.
+    // SAFETY: a unit writes its own score, below `len`, and reads it and the word of its block in the layout's bits.
     unsafe {
         bits::hide::launch_unchecked(
             client,
@@ -210,8 +212,8 @@ fn hide(
     made
 }
 
-/// How many blocks each row of blocks has, into `counts`, i32 `[patterns, q_blocks]`, of a layout that [`choose_blocks`] gave its tensor; of any other,
-/// and of one by positions or lists of keys, whose blocks the host knows, nothing is written.
+/// Counts the blocks of each block row into `counts`, i32 `[patterns, q_blocks]`, for a layout whose tensor [`choose_blocks`] has set. Writes nothing for
+/// any other layout, and for one by positions or lists of keys, whose blocks the host knows.
 pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     let Some(choice) = layout.device_choice() else {
         return;
@@ -226,7 +228,7 @@ pub fn count_blocks(client: &Client, layout: &BlockLayout, counts: &Handle) {
     };
     let len = patterns(choice) * layout.q_blocks();
     let words = layout.kv_blocks().div_ceil(32);
-    // SAFETY: a unit writes its own count, below `len`, of its row's words.
+    // SAFETY: a unit writes its own count, below `len`, and reads its row's words.
     unsafe {
         bits::count_rows::launch_unchecked(
             client,
@@ -254,7 +256,7 @@ fn column_bits(
     let words = layout.q_blocks().div_ceil(32);
     let len = patterns(choice) * layout.kv_blocks() * words;
     let made = client.empty(len * size_of::<u32>());
-    // SAFETY: a unit writes its own word, below `len`, of 32 rows' bits.
+    // SAFETY: a unit writes its own word, below `len`, and reads 32 rows' bits.
     unsafe {
         bits::transpose::launch_unchecked(
             client,
@@ -270,7 +272,7 @@ fn column_bits(
     made
 }
 
-/// The bits of the lines of a loop, or positions.
+/// Returns the bits by rows or by columns, as the loop needs, or positions.
 ///
 /// # Panics
 /// If [`choose_blocks`] was not called before.

@@ -1,11 +1,11 @@
-//! Lists of single keys that queries have: each key once, and the same as bits.
+//! Lists of single keys per query: removal of duplicates, and conversion to bits.
 //!
 //! ```text
-//! unique     lists as they are given  -> the keys that a query may see, each once, ascending, and −1 behind the last
-//! bits       such lists               -> a bit for each query and key
+//! unique     given lists     -> the keys that a query may attend to, each once, ascending, then −1
+//! bits       unique lists    -> one bit per query and key
 //! ```
 //!
-//! Every number has one writer, so the same lists give the same places.
+//! Every element has one writer, so the same lists give the same places.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -15,32 +15,32 @@ use super::{UNITS, cubes, units};
 use crate::args::buffer;
 use crate::error::KernelError;
 
-/// Keys that share a word of bits.
+/// Keys per word of bits.
 pub const KEYS_OF_WORD: usize = 32;
 
-/// Words of a unit where lists are sorted, and entries that are in shared memory at a time.
+/// Words per unit in the sort of a list, and entries in shared memory at a time.
 const OWN_WORDS: usize = 8;
 const ENTRIES: usize = 512;
 
-/// Entries of a list that one unit sorts, at most.
+/// Largest length of a list that one unit sorts.
 const FEW: usize = 32;
 
 /// Sizes of the lists of single keys of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KeyListSizes {
-    /// Batch entries times heads that have lists.
+    /// Number of batch entries times heads with lists.
     pub lists: usize,
-    /// Queries of each.
+    /// Queries per batch entry and head.
     pub seq_q: usize,
-    /// Keys that there are.
+    /// Number of keys.
     pub seq_kv: usize,
-    /// Keys of a list, at most.
+    /// Entries per query's list.
     pub most: usize,
 }
 
 impl KeyListSizes {
-    /// Of lists, queries and keys, and elements of a list.
+    /// Sizes of `lists` lists per query, with the numbers of queries and keys and the entries per query.
     pub fn new(lists: usize, [seq_q, seq_kv]: [usize; 2], most: usize) -> Self {
         Self {
             lists,
@@ -58,17 +58,17 @@ impl KeyListSizes {
         self.seq_kv.div_ceil(KEYS_OF_WORD)
     }
 
-    /// Numbers of the lists, or words of their bits if those are more.
+    /// Number of elements of the lists, or words of their bits if those are more.
     pub fn largest(&self) -> usize {
         self.lists * self.seq_q * self.most.max(self.words())
     }
 }
 
-/// Lists `[lists, seq_q, most]`, i32, of keys in any order, negative for none: the keys that there are, each once, ascending, and −1 behind the last. With
-/// `causal` a query has no keys behind its own position; the last query sits at the last key.
+/// Removes duplicates from `given`, i32 `[lists, seq_q, most]`: keys in any order, negative for none. `unique` gets each existing key once, in ascending
+/// order, then −1. With `causal`, a query has no keys after its own position. The last query is aligned to the last key.
 ///
 /// # Errors
-/// [`KernelError`] if the numbers are more than 32 bits count, or the device's cubes are too small.
+/// [`KernelError`] if the elements do not fit 32 bits, or the device's cubes are too small.
 pub fn unique_keys(
     client: &Client,
     sizes: &KeyListSizes,
@@ -85,7 +85,7 @@ pub fn unique_keys(
         buffer(unique, sizes.elements()),
     );
     let (address, causal) = (AddressType::U32, u32::from(causal));
-    // SAFETY: a unit, or a cube, reads and writes the list of its row; those beyond the last have none.
+    // SAFETY: a unit, or a cube, reads and writes the list of its row. Those beyond the last row do nothing.
     unsafe {
         if sizes.most <= FEW {
             let (count, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
@@ -98,16 +98,16 @@ pub fn unique_keys(
     Ok(())
 }
 
-/// Some neighbouring queries of every list.
+/// Consecutive queries of every list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Queries {
-    /// The first.
+    /// First query.
     pub first: usize,
-    /// How many.
+    /// Number of queries.
     pub count: usize,
 }
 
-/// Which keys each query of [`unique_keys`]'s lists has, a bit each: u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+/// Returns the keys of each query of [`unique_keys`]'s lists, one bit each: u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
 ///
 /// # Errors
 /// As [`unique_keys`].
@@ -123,7 +123,7 @@ pub fn pair_bits(
     row_bits(client, sizes, unique, all)
 }
 
-/// As [`pair_bits`], of some queries.
+/// Like [`pair_bits`], for some queries.
 pub(super) fn row_bits(
     client: &Client,
     sizes: &KeyListSizes,
@@ -135,7 +135,7 @@ pub(super) fn row_bits(
     let (words, rows) = (sizes.words(), sizes.lists * queries.count);
     within("the bits of lists", rows * words)?;
     let made = client.empty((rows * words).max(1) * size_of::<u32>());
-    // SAFETY: a cube reads the list of its row and writes its bits; cubes beyond the last have rows of no numbers.
+    // SAFETY: a cube reads the list of its row and writes its bits. Cubes beyond the last row access nothing.
     unsafe {
         bits::launch_unchecked(
             client,
@@ -153,18 +153,18 @@ pub(super) fn row_bits(
     Ok(made)
 }
 
-/// Rows of lists.
+/// Sizes of the rows of lists.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct RowsOfKeys {
-    /// Of all lists.
+    /// Rows of all lists.
     count: usize,
-    /// Of a list.
+    /// Rows per list.
     queries: usize,
     keys: usize,
     most: usize,
 }
 
-/// How many keys the query of a row may see: those up to its own position if `causal`.
+/// Returns how many keys the query of a row may attend to: those up to its own position if `causal`.
 #[cube]
 fn seen_by(row: usize, of: &RowsOfKeys, causal: u32) -> i32 {
     let mut seen = of.keys as i32;
@@ -175,7 +175,7 @@ fn seen_by(row: usize, of: &RowsOfKeys, causal: u32) -> i32 {
     seen
 }
 
-/// A unit has a row, and looks at all of its entries for each place.
+/// Removes duplicates from short lists. A unit has a row, and reads all of its entries for each output.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn few(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     let row = ABSOLUTE_POS;
@@ -195,10 +195,10 @@ fn few(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     }
 }
 
-/// A cube has a row; a unit has neighbouring words of its bits, and looks at all entries for its own.
+/// Removes duplicates from long lists. A cube has a row, and a unit has consecutive words of its bits and reads all entries for them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
-    // Every unit of a cube meets every barrier; a cube beyond the last row has none of its numbers.
+    // Every unit of a cube reaches every barrier. A cube beyond the last row has no entries.
     let is_row = CUBE_POS < of.count;
     let row = CUBE_POS.min(of.count - 1);
     let most = select(is_row, of.most, 0usize);
@@ -223,7 +223,7 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
                 entries[at] = -1i32;
                 if entry < most {
                     let key = given[own + entry];
-                    // Of other parts they are below 0, or beyond the last unit's.
+                    // Keys of other parts are below 0, or beyond the last unit's words.
                     entries[at] = select(key < seen, key - before, -1i32);
                 }
                 at += comptime!(LIST_UNITS);
@@ -274,7 +274,8 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     }
 }
 
-/// A cube has a row of `bits` `[rows, words]`, of queries from `first` on of the `all` that a list has. The unit of a word's first key writes the word.
+/// Converts lists to `bits` `[rows, words]`, for the queries from `first` on of the `all` queries of a list. A cube has a row. The unit with the first key
+/// of a word writes it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn bits(unique: &[i32], bits: &mut [u32], of: RowsOfKeys, words: usize, first: usize, all: usize) {
     let is_row = CUBE_POS < of.count;

@@ -1,8 +1,8 @@
-//! Launch plans of layouts whose blocks a tensor chooses: made on its device, in buffers whose sizes follow from the layout's sizes.
+//! Launch plans of layouts whose blocks a tensor chooses, made on the tensor's device, in buffers whose sizes follow from the layout's.
 //!
-//! The tensor becomes bits ([`bits`]), the bits become the words of a plan (`words`), and kernels run it as they run any other. Where every query
-//! chooses for itself, `query_lists` packs those that chose the same block. Blocks that are chosen from those of a layout on the host have its plan's
-//! entries (`within`), and so do those whose masks follow from positions, or from bits of pairs (`pairs`).
+//! The tensor becomes bits ([`bits`]), and the bits become the words of a plan (`words`), which kernels run like any other. If every query chooses for
+//! itself, `query_lists` packs the queries that choose the same block. If blocks are chosen from those of a host layout, the plan has a subset of that
+//! layout's entries (`within`). If only masks depend on the device, on positions or on bits of pairs, the plan has all of its entries (`pairs`).
 
 mod at_once;
 pub mod bits;
@@ -42,20 +42,20 @@ use tables::HeadsLaunch;
 use within::{WholeLaunch, WholeSizes};
 use words::{Cut, ExtentLaunch, PlacesLaunch};
 
-/// Units of a cube of kernels whose units work alone.
+/// Units per cube of kernels whose units are independent.
 const UNITS: u32 = 64;
 
-/// The size of everything in a plan.
+/// Sizes of the parts of a plan.
 struct Room {
     cut: Cut,
     patterns: usize,
-    /// Tiles of a pattern.
+    /// Tiles per pattern.
     tiles: usize,
-    /// Block rows of a pattern.
+    /// Block rows per pattern.
     lines: usize,
     /// Words of a block row's bits.
     words: usize,
-    /// Entries of a pattern, at most.
+    /// Largest number of entries per pattern.
     entries: usize,
     /// Words of the masks.
     mask_words: usize,
@@ -86,8 +86,8 @@ impl Room {
                 let blocks = (most * cut.height()).min(others);
                 tiles * (blocks * cut.parts()).next_multiple_of(step)
             }
-            // A column may have all rows, but all columns together have no more blocks than all rows; a tile lower than a block has its
-            // blocks for itself.
+            // A column may have all rows, but all columns together have no more blocks than all rows. A tile lower than a block does not share its blocks
+            // with other tiles.
             Mainloop::Columns => {
                 let tiles_of_block = (b / tiling.rows).max(1);
                 let all = layout.q_blocks() * most * cut.parts() * tiles_of_block;
@@ -99,7 +99,7 @@ impl Room {
         let entries = whole.map_or(entries, |whole| entries.min(whole.entries));
         let patterns = patterns(choice);
         let masks = match (choice.by, whole) {
-            // Full, empty, and one for each entry.
+            // The full and the empty mask, and one for each entry.
             (by, _) if by.has_all_blocks() => 2 + patterns * entries,
             (_, Some(whole)) => whole.table(cut.height()),
             (_, None) => cut.masks(),
@@ -119,7 +119,7 @@ impl Room {
         let masks = section(mask_words);
         let sections = Sections {
             heads,
-            // Nothing is stored: read, and not used.
+            // A placeholder, because weights are not stored: read, but not used.
             places: heads,
             order,
             rows: order,
@@ -141,10 +141,10 @@ impl Room {
     }
 }
 
-/// Checks that the device has room for a plan.
+/// Checks that the device has memory for a plan.
 ///
 /// # Errors
-/// [`KernelError`] if it has not.
+/// [`KernelError`] if it does not.
 pub fn check(
     layout: &BlockLayout,
     tiling: Tiling,
@@ -160,7 +160,7 @@ pub fn check(
     KernelError::check("the bytes of a launch plan", most, bytes)
 }
 
-/// The plan of a layout under a tiling, made of its bits; `whole` is that of the layout that it is chosen from, if there is one.
+/// Makes the plan of a layout under a tiling from its bits. `whole` is the plan of the layout that blocks are chosen from, if there is one.
 ///
 /// # Errors
 /// [`KernelError`] if it has more words than kernels can index.
@@ -204,7 +204,7 @@ pub fn plan(
     }
     let (len, sections) = (making.room.len, making.room.sections);
     let tiles = making.room.tiles;
-    // How tiles share queries is as in the plan whose entries it has.
+    // Tiles share queries as in the plan whose entries it has.
     let same = layout.places().and(whole);
     let [apart, between] = same.map_or([0; 2], |whole| [whole.apart, whole.between]);
     Ok(DevicePlan {
@@ -219,13 +219,13 @@ pub fn plan(
     })
 }
 
-/// A plan being made.
+/// A plan under construction.
 struct Making<'a> {
     client: &'a Client,
     layout: &'a BlockLayout,
     choice: &'a DeviceChoice,
     tiling: Tiling,
-    /// Those of the loop, or positions.
+    /// Bits by rows or by columns, as the loop needs, or positions.
     bits: Handle,
     room: Room,
 }
@@ -258,7 +258,7 @@ impl Making<'_> {
         buffer(&self.bits, patterns * lines * words)
     }
 
-    /// Heads of all batch entries, and words of the masks and of those heads.
+    /// Returns the number of heads of all batch entries, and the number of words of the masks and of those heads.
     fn table_words(&self) -> [usize; 2] {
         let heads = self.layout.batch().unwrap_or(1) * self.layout.heads();
         [heads, self.room.mask_words + heads]
@@ -268,12 +268,13 @@ impl Making<'_> {
         HeadsLaunch::new(heads, self.layout.heads(), self.choice.patterns[1])
     }
 
-    /// All of it in one launch.
+    /// Makes the whole plan in one launch.
     fn at_once(&self, words: &Handle, once: Once) {
         let (client, cut, patterns) = (self.client, self.room.cut, self.room.patterns);
         let [heads, tables] = self.table_words();
         let shares = Once::shares(client.properties(), patterns, self.room.tiles);
-        // SAFETY: a cube writes what belongs to its share of the tiles of its pattern, below `patterns`, and words of the tables, where `Room` has room for them.
+        // SAFETY: a cube writes the words of its share of the tiles of its pattern, below `patterns`, and words of the tables, within the sections of
+        // `Room`.
         unsafe {
             at_once::at_once::launch_unchecked(
                 client,
@@ -294,13 +295,13 @@ impl Making<'_> {
         }
     }
 
-    /// The tiles, their order and their entries.
+    /// Makes the tiles, their order and their entries.
     fn list(&self, words: &Handle) {
         let (client, cut) = (self.client, self.room.cut);
         let all = self.room.patterns * self.room.tiles;
         let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
         let made = || buffer(words, self.room.len);
-        // SAFETY: a unit, or a cube of offsets, writes what belongs to its tile, below `all`, or its pattern, where `Room` has room for it.
+        // SAFETY: a unit writes the words of its tile, below `all`, and a cube of offsets those of its pattern, within the sections of `Room`.
         unsafe {
             words::count::launch_unchecked(
                 client,
@@ -330,16 +331,16 @@ impl Making<'_> {
         }
     }
 
-    /// The first entry of each tile, and the tiles by falling work, once their entries are counted.
+    /// Computes the first entry of each tile, and the order of tiles by decreasing work, after their entries are counted.
     ///
     /// # Safety
-    /// `words` has the room of the plan.
+    /// `words` must have the length of the plan.
     unsafe fn order(&self, words: &Handle) {
         let (client, patterns) = (self.client, self.room.patterns);
         let all = patterns * self.room.tiles;
         let (dim, address) = (CubeDim::new_1d(UNITS), AddressType::U32);
         let made = || buffer(words, self.room.len);
-        // SAFETY: a cube of offsets writes what belongs to its pattern, and a unit what belongs to its tile, below `all`.
+        // SAFETY: a cube of offsets writes the words of its pattern, and a unit those of its tile, below `all`.
         unsafe {
             words::offsets::launch_unchecked(
                 client,
@@ -365,7 +366,7 @@ impl Making<'_> {
         }
     }
 
-    /// All of a plan whose blocks are chosen from those of a layout with a plan.
+    /// Makes the whole plan of blocks chosen from those of a layout with a plan.
     fn list_within(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan) {
         let (client, cut) = (self.client, self.room.cut);
         let all = self.room.patterns * self.room.tiles;
@@ -387,8 +388,8 @@ impl Making<'_> {
             )
         };
         let [heads, tables] = self.table_words();
-        // SAFETY: a unit writes what belongs to its tile, below `all`, or its own word of the two tables, where `Room` has room for them, and reads the
-        // records, entries and masks of the whole plan, in which patterns, tiles and masks have their places.
+        // SAFETY: a unit writes the words of its tile, below `all`, or its own word of the two tables, within the sections of `Room`. It reads the records,
+        // entries and masks of the whole plan, which has all patterns, tiles and masks.
         unsafe {
             within::count::launch_unchecked(
                 client,
@@ -436,7 +437,7 @@ impl Making<'_> {
         }
     }
 
-    /// All of a plan that has every entry of another, with masks of its own.
+    /// Makes the whole plan with every entry of another plan, and masks of its own.
     fn list_pairs(&self, words: &Handle, layout: &BlockLayout, whole: &DevicePlan, seen: Seen) {
         let (client, cut) = (self.client, self.room.cut);
         let all = self.room.patterns * self.room.tiles;
@@ -445,8 +446,8 @@ impl Making<'_> {
         let (numbers, [rows, cols]) = self.numbers();
         let most = client.properties().hardware.max_units_per_cube;
         let units = pairs::UNITS.min(most);
-        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, where `Room` has room for
-        // them; it reads the same of the whole plan, and numbers of its pattern.
+        // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, within the sections of
+        // `Room`. It reads the same parts of the whole plan, and numbers of its pattern.
         unsafe {
             pairs::of_pairs::launch_unchecked(
                 client,
@@ -479,7 +480,8 @@ impl Making<'_> {
         }
     }
 
-    /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the loop among them; of bits a row's words.
+    /// Returns the numbers per pattern in the tensor that determines the pairs, and the offsets of the loop's rows and columns among them. For bits, the
+    /// second offset is the words per row instead.
     fn numbers(&self) -> (usize, [usize; 2]) {
         let shape = self.layout.shape();
         let turned = |[queries, keys]: [usize; 2]| self.tiling.mainloop.sides(queries, keys);
@@ -493,7 +495,7 @@ impl Making<'_> {
         }
     }
 
-    /// The masks, and the first tile of each head.
+    /// Makes the masks, and the first tile of each head.
     fn tables(&self, words: &Handle) {
         let (client, cut) = (self.client, self.room.cut);
         let [heads, tables] = self.table_words();
@@ -514,12 +516,12 @@ impl Making<'_> {
     }
 }
 
-/// Cubes of [`UNITS`] for so many units.
+/// Returns the cubes of [`UNITS`] units for `units` units.
 fn units(client: &Client, units: usize) -> CubeCount {
     cubes(client, units.div_ceil(UNITS as usize))
 }
 
-/// So many cubes, or some more, over the first two dimensions of a launch: less than 2³² always fit.
+/// Spreads at least `cubes` cubes over the first two dimensions of a launch. Fewer than 2³² always fit.
 fn cubes(client: &Client, cubes: usize) -> CubeCount {
     let (most, ..) = client.properties().hardware.max_cube_count;
     let x = cubes.clamp(1, most as usize);

@@ -1,14 +1,14 @@
-//! Lists of single keys that neighbouring queries share: every key that one of them listed, once, with a bit for each query that did.
+//! Lists of single keys that neighbouring queries share: the union of their lists, with a bit per query that has the key.
 //!
 //! ```text
-//! bounds     where keys of each 2,048 begin in every query's list, for some of them at a time
-//! flags      a word for each of 2,048 keys: queries one after the other set their bits
-//! written    keys whose words have bits, and the words, ascending; and which keys have, a bit each
+//! bounds     index in every query's list at which each chunk of 2,048 keys begins, for up to 16 chunks at once
+//! flags      one word per key of a chunk; queries set their bits one after the other
+//! output     keys with a non-zero word, ascending, and the words; optionally one bit per key
 //! ```
 //!
-//! A cube has the queries of a group. Every number has one writer.
+//! A cube has a group of queries. Every element has one writer.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from run-time ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -21,48 +21,48 @@ use crate::args::buffer;
 use crate::error::KernelError;
 use crate::shared::unit_sums::{UnitSums, before_and_all};
 
-/// Keys that have flags at a time, and those of a unit.
+/// Keys with flags at a time, and keys per unit.
 const CHUNK: usize = LIST_UNITS * OWN_FLAGS;
 const OWN_FLAGS: usize = 8;
 
-/// Chunks whose bounds are looked for together.
+/// Chunks whose bounds are searched at once.
 const SPAN: usize = 16;
 
-/// How lists of neighbours are made.
+/// How the lists of neighbours are united.
 #[derive(Clone, Copy, Debug)]
 pub struct Uniting {
-    /// Queries of a list, 32 at most; the last list of all may have fewer.
+    /// Queries per group, at most 32. The last group may have fewer.
     pub together: usize,
-    /// Whether given lists ascend, with −1 behind the last. Short ones need not.
+    /// Whether given lists are ascending, with −1 after the last key. Short ones need not be.
     pub ascending: bool,
-    /// Whether they are written as bits, too.
+    /// Whether to write bits too.
     pub with_bits: bool,
 }
 
-/// What neighbouring queries listed.
+/// Union of neighbouring queries' lists.
 #[derive(Clone, Debug)]
 pub struct NeighbourLists {
-    /// The keys, i32 `[lists, groups, most]`, ascending; anything behind the last.
+    /// Keys, i32 `[lists, groups, most]`, ascending. Elements after the last key are arbitrary.
     pub keys: Handle,
-    /// Which queries of the group listed each, a bit for each of them: u32 of the same shape.
+    /// Queries of the group that have each key, one bit each: u32 of the same shape.
     pub masks: Handle,
-    /// How many keys there are, u32 `[lists, groups]`.
+    /// Number of keys, u32 `[lists, groups]`.
     pub counts: Handle,
-    /// Which keys there are, a bit each, u32 `[lists, groups, seq_kv / 32]`, rounded up; if they were asked for.
+    /// Keys of the union, one bit each, u32 `[lists, groups, seq_kv / 32]`, rounded up. Only if asked for.
     pub bits: Option<Handle>,
-    /// As those of lists, whose queries are the groups.
+    /// Sizes of the lists, with groups as queries.
     pub sizes: KeyListSizes,
 }
 
-/// Keys that so many queries list, at most.
+/// Returns the largest number of keys in the union of `together` queries' lists.
 pub fn most_of_neighbours(sizes: &KeyListSizes, together: usize) -> usize {
     (sizes.most * together).min(sizes.seq_kv)
 }
 
-/// The lists of some groups of neighbouring queries, of lists `[lists, seq_q, most]`, i32, each of whose numbers is there once, negative for none.
+/// Unites the lists of some groups of neighbouring queries. `given` is i32 `[lists, seq_q, most]`, without duplicates in a list, negative for none.
 ///
 /// # Errors
-/// [`KernelError`] if the numbers are more than 32 bits count, or the device's cubes are too small.
+/// [`KernelError`] if the elements do not fit 32 bits, or the device's cubes are too small.
 pub fn neighbour_lists(
     client: &Client,
     sizes: &KeyListSizes,
@@ -85,8 +85,8 @@ pub fn neighbour_lists(
     let empty = |len: usize| client.empty(len.max(1) * size_of::<u32>());
     let (keys, masks, counts) = (empty(rows * most), empty(rows * most), empty(rows));
     let bits = empty(in_bits);
-    // SAFETY: a cube reads the lists of its group's queries and writes the group's list, of which there are as many keys as it has room for at most, and its
-    // count and bits; cubes beyond the last have groups of no numbers and write none.
+    // SAFETY: a cube reads the lists of its group's queries, and writes the group's list, which is as long as the union can be, and its count and bits.
+    // Cubes beyond the last group access nothing.
     unsafe {
         unite::launch_unchecked(
             client,
@@ -122,24 +122,24 @@ pub fn neighbour_lists(
     })
 }
 
-/// Groups of queries.
+/// Sizes of the groups of queries.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Groups {
-    /// Of all lists.
+    /// Groups of all lists.
     count: usize,
-    /// Of a list, in this launch.
+    /// Groups per list, in this launch.
     groups: usize,
-    /// The first of them.
+    /// First group.
     first: usize,
     queries: usize,
     keys: usize,
-    /// Keys of a query's list,
+    /// Entries of a query's list.
     most: usize,
-    /// and of a group's.
+    /// Entries of a group's list.
     room: usize,
 }
 
-/// The first of a list's numbers that is not below `key`; what is behind the last key is not.
+/// Returns the index of the first entry of a list that is at least `key`. Entries after the last key count as larger.
 #[cube]
 fn first_from(given: &[i32], own: usize, most: usize, key: i32) -> usize {
     let mut low = 0usize.runtime();
@@ -188,7 +188,7 @@ fn unite(
             let most = select(is_query, of.most, 0usize);
             let own = select(is_query, (first_row + query) * of.most, 0usize);
             let key = (span * comptime!(SPAN) + search / together) * comptime!(CHUNK);
-            // Of lists in any order all numbers are looked at for each chunk.
+            // Of unordered lists, all entries are read for each chunk.
             let mut bound = select(search / together == 0, 0usize, most);
             if comptime!(ascending) {
                 bound = first_from(given, own, most, key as i32);
@@ -227,7 +227,7 @@ fn unite(
                             read[query] = select(is_near, at, -1i32);
                         }
                     }
-                    // A query has a key once, so that no two units have a flag of the same one.
+                    // A query has a key once, so no two units set a flag of the same key.
                     #[unroll]
                     for query in 0..together {
                         if read[query] >= 0i32 {
@@ -273,7 +273,7 @@ fn unite(
                 written += all as usize;
                 sync_cube();
             } else if comptime!(with_bits) {
-                // Words of chunks behind the last key are none of the row's.
+                // Chunks after the last key have no words in the row.
                 if unit < comptime!(CHUNK / KEYS_OF_WORD) && word < own_words {
                     bits[at * words + word] = 0u32;
                 }

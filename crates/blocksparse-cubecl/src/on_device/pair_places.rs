@@ -1,13 +1,13 @@
-//! Where records of pairs lie: those of a key are neighbours, in the order of queries.
+//! Locations of records of pairs: records of a key are consecutive, in the order of queries.
 //!
 //! ```text
-//! bits      lists of some queries    -> a bit for each query and key
-//! turned    these                    -> the same by keys
-//! totals    bits by keys             -> pairs of each 256 keys
-//! firsts    both                     -> the pairs before each word of a key's bits
+//! bits      lists of some queries    -> one bit per query and key
+//! turned    bits                     -> their transpose, rows of keys
+//! totals    transposed bits          -> number of pairs per 256 keys
+//! firsts    transposed bits, totals  -> number of pairs before each word of a key's bits
 //! ```
 //!
-//! So the place of a pair is that of its word, and the bits before its own.
+//! The place of a pair is that of its word, plus the number of lower bits set in the word.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -19,20 +19,20 @@ use super::query_lists::within;
 use crate::args::buffer;
 use crate::error::KernelError;
 
-/// Keys of a cube, and its units.
+/// Keys per cube, and its units.
 const KEYS: usize = 256;
 
-/// Which queries listed a key.
+/// Queries that have each key.
 #[derive(Clone, Debug)]
 pub struct BitsOfKeys {
-    /// A bit for each query, u32 `[lists, seq_kv, words]`.
+    /// One bit per query, u32 `[lists, seq_kv, words]`.
     pub bits: Handle,
-    /// Words of a key.
+    /// Words per key.
     pub words: usize,
 }
 
 impl BitsOfKeys {
-    /// Of bits by queries, u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
+    /// Transposes bits by queries, u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
     pub fn new(client: &Client, by_rows: &Handle, lists: usize, lengths: [usize; 2]) -> Self {
         Self {
             bits: turn_pairs(client, by_rows, lists, lengths),
@@ -41,23 +41,23 @@ impl BitsOfKeys {
     }
 }
 
-/// Where the pairs of some queries are.
+/// Places of the pairs of some queries.
 #[derive(Clone, Debug)]
 pub struct PairPlaces {
-    /// The queries, and others.
+    /// Bits of these queries, and of others.
     pub bits: BitsOfKeys,
-    /// The first word of a key that is of these queries.
+    /// First word of a key that belongs to these queries.
     pub first_word: usize,
-    /// Pairs of the list before those of each word, and behind the last word those up to its end: u32 `[lists, seq_kv, words + 1]`.
+    /// Number of the list's pairs before each word, and after the last word of a key those up to its end: u32 `[lists, seq_kv, words + 1]`.
     pub firsts: Handle,
-    /// Words of a key that are of these queries.
+    /// Words per key that belong to these queries.
     pub words: usize,
 }
 
-/// The pairs of some queries of [`unique_keys`](super::unique_keys)'s lists.
+/// Returns the places of the pairs of some queries of [`unique_keys`](super::unique_keys)'s lists.
 ///
 /// # Errors
-/// [`KernelError`] if the numbers are more than 32 bits count, or the device's cubes are too small.
+/// [`KernelError`] if the elements do not fit 32 bits, or the device's cubes are too small.
 pub fn pair_places(
     client: &Client,
     sizes: &KeyListSizes,
@@ -74,7 +74,7 @@ pub fn pair_places(
     places_of(client, [lists, sizes.seq_kv], bits, all)
 }
 
-/// The pairs of some queries of so many lists and keys, of which the first one's number is a multiple of 32.
+/// Returns the places of the pairs of some queries, for these numbers of lists and keys. The index of the first query must be a multiple of 32.
 ///
 /// # Errors
 /// As [`pair_places`].
@@ -92,8 +92,8 @@ pub fn places_of(
     let (totals, firsts) = (made(lists * of_keys), made(lists * keys * (words + 1)));
     let shape = || ByKeysLaunch::new(lists, keys, of_keys, words, first_word, bits.words);
     let dim = CubeDim::new_1d(KEYS as u32);
-    // SAFETY: a cube has 256 keys of a list, of which it reads the words and writes the total and the words' firsts, as far as there are any; cubes beyond the
-    // last list write nothing.
+    // SAFETY: a cube has 256 keys of a list. It reads the existing words of those, and writes their total and the words' firsts. Cubes beyond the last list
+    // write nothing.
     unsafe {
         totals_of::launch_unchecked(
             client,
@@ -123,22 +123,22 @@ pub fn places_of(
     })
 }
 
-/// Bits by keys.
+/// Sizes of bits by keys.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct ByKeys {
     lists: usize,
-    /// Keys of a list.
+    /// Keys per list.
     keys: usize,
-    /// Cubes of a list.
+    /// Cubes per list.
     cubes: usize,
-    /// Words of a key that count,
+    /// Words per key that are counted.
     words: usize,
-    /// the first of them, and all.
+    /// First counted word, and the number of all words per key.
     first_word: usize,
     all_words: usize,
 }
 
-/// Pairs of the unit's key, 0 where there is none.
+/// Returns the number of pairs of the unit's key, 0 if there is no key.
 #[cube]
 fn count_of(bits: &[i32], row: usize, is_key: bool, of: &ByKeys) -> u32 {
     let mut count = 0u32.runtime();

@@ -1,8 +1,8 @@
-//! Plans of all blocks of a layout on the host, each entry with a mask of its own, which follows from a tensor on the device: positions of queries and keys,
-//! or bits of pairs.
+//! Plans with all blocks of a host layout, in which each entry has its own mask. The masks follow from a tensor on the device: positions of queries and
+//! keys, or bits of pairs.
 //!
-//! Tiles, their order and their entries are those of the layout's plan, which is uploaded once. Every pattern, one for each batch entry and head, has them at
-//! its own place, with masks behind the full and the empty one: entry `e` of all patterns' room has mask `2 + e`. One launch makes all of it.
+//! Tiles, their order and their entries are those of the layout's plan, which is uploaded once. Each pattern, one per batch entry and head, has a copy of
+//! them. Masks come after the full and the empty one: entry `e`, counted over all patterns, has mask `2 + e`. One launch makes the whole plan.
 
 use cubecl::prelude::*;
 
@@ -11,20 +11,20 @@ use super::words::{Cut, EMPTY, Extent, FULL, Places};
 use blocksparse::plan::{MASKED_STEP, Mainloop};
 use blocksparse::{BlockSource, PositionMask};
 
-/// Units of a cube, if a device has as many.
+/// Units per cube, if the device has as many.
 pub const UNITS: u32 = 128;
 
-/// What says which pairs are seen.
+/// What determines the allowed pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Seen {
-    /// A rule, of the positions of both.
+    /// A rule on the positions of query and key.
     ByPositions(PositionMask),
-    /// Bits of a row, 32 neighbouring columns to a word.
+    /// Bits of a row, with 32 consecutive columns per word.
     ByBits,
 }
 
 impl Seen {
-    /// How a choice of pairs is made; `None` for one of blocks.
+    /// Returns what determines the pairs of a choice, or `None` if it chooses blocks.
     pub fn by(choice: BlockSource) -> Option<Self> {
         match choice {
             BlockSource::Positions(rule) | BlockSource::OwnPositions(rule) => {
@@ -36,12 +36,12 @@ impl Seen {
     }
 }
 
-/// Where the parts of the whole plan begin, and whose numbers are where.
+/// Offsets of the whole plan's sections, and of numbers in the tensor.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Given {
     /// First tile record of each head.
     pub heads: usize,
-    /// Tiles by falling work, with their records.
+    /// Tiles by decreasing work, with their records.
     pub order: usize,
     /// Tile records.
     pub tiles: usize,
@@ -49,17 +49,17 @@ pub struct Given {
     pub entries: usize,
     /// Masks.
     pub masks: usize,
-    /// The last batch entry with heads of its own.
+    /// Last batch entry with heads of its own.
     pub last_entry: usize,
-    /// The first number of the rows of a pattern.
+    /// Offset of the rows' numbers in a pattern.
     pub rows: usize,
-    /// The first number of its columns; of bits the words of a row.
+    /// Offset of the columns' numbers, or the words per row for bits.
     pub cols: usize,
-    /// Numbers of a pattern.
+    /// Numbers per pattern.
     pub numbers: usize,
 }
 
-/// Whether a query sees a key.
+/// Whether the rule allows a pair.
 #[cube]
 fn sees(query: i32, key: i32, #[comptime] rule: PositionMask) -> bool {
     let both = query >= 0i32 && key >= 0i32;
@@ -70,7 +70,7 @@ fn sees(query: i32, key: i32, #[comptime] rule: PositionMask) -> bool {
     }
 }
 
-/// The positions that row `row` sees of the 32 columns from `first` on, of `end` columns: bits.
+/// Returns which of the 32 columns from `first` on, of `end` columns, row `row` may attend to, one bit each.
 #[cube]
 fn by_positions(
     positions: &[i32],
@@ -82,7 +82,7 @@ fn by_positions(
 ) -> u32 {
     let own = positions[row];
     let mut word = 0u32.runtime();
-    // All of them are loaded before the first is looked at.
+    // All positions are loaded before the first is compared.
     #[unroll]
     for bit in 0..comptime!(cut.group.min(32)) {
         let at = first + bit;
@@ -96,7 +96,7 @@ fn by_positions(
     word
 }
 
-/// What row `row` of a pattern sees of the columns from `col` on, 32 or as many as an entry has: bits.
+/// Returns the allowed pairs of row `row` of a pattern with the columns from `col` on, one bit each, for 32 columns or as many as an entry has.
 #[cube]
 fn seen_of(
     numbers: &[i32],
@@ -130,8 +130,8 @@ fn seen_of(
     }
 }
 
-/// A cube makes a tile, in the order of work: its records, its entries and their masks. All cubes together make the first tiles of heads, and the first the
-/// two masks that are always there. `numbers` are `[patterns, numbers]`.
+/// Makes the plan. A cube makes one tile, in the order of work: its records, its entries and their masks. All cubes together make the first tiles of heads,
+/// and the first cube makes the full and the empty mask. `numbers` are `[patterns, numbers]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn of_pairs(
     numbers: &[i32],
@@ -161,7 +161,7 @@ pub fn of_pairs(
         let tile = whole[ranked] as usize;
         let first = whole[ranked + 1] as usize;
         let steps = whole[ranked + 2];
-        // Entries of a pattern lie one behind the other, from those of its first tile on.
+        // Entries of a pattern are consecutive, from those of its first tile on.
         let base = whole[given.tiles + first_record * 3] as usize;
         let into = pattern * extent.room + first - base;
         if unit == 0 {
@@ -199,7 +199,7 @@ pub fn of_pairs(
             let is_empty = whole[from + 1] == EMPTY;
             plan[to] = whole[from];
             plan[to + 1] = select(is_empty, EMPTY, (into + i + 2) as u32);
-            // Its visits; the masks of every step matter.
+            // The entry's visits. The masks of every step must be applied.
             if comptime!(entry_words == 3) {
                 let step = i / comptime!(cut.per_step);
                 let begins = i == step * comptime!(cut.per_step);

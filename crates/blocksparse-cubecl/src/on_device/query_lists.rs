@@ -1,15 +1,15 @@
-//! Single queries that choose blocks of keys: the blocks that each of them chooses, and for each block the queries that chose it.
+//! Top-k choices of key blocks by single queries: the blocks that each query chooses, and for each block the queries that chose it.
 //!
 //! ```text
-//! highest    scores of queries        -> the blocks of the highest ones before their own
-//! count      chosen blocks, in parts  -> how many of a part chose each block
-//! starts     the parts' counts        -> where the queries of a block begin, in tiles; the block of each tile
-//! fill       both                     -> places of choices, and the choice at each place
+//! highest    scores of queries             -> each query's top-k blocks, among those before its own
+//! count      chosen blocks, in parts       -> number of choices per block and part
+//! starts     counts                        -> first place of each block's queries, at the start of a tile; block of each tile
+//! fill       chosen blocks, counts, starts -> place of each choice, and the choice at each place
 //! ```
 //!
-//! Choices are numbered as they lie, `query · most +` their number among the query's. A part has choices that follow each other, and a cube has a part:
-//! what comes before a choice is what earlier parts have of its block and what of its own part comes before it. Nothing is added by two units, so the same
-//! choices give the same lists.
+//! Choices are numbered in memory order: `query · most` plus the index among the query's. A part is a range of choices, and a cube has a part. The place of
+//! a choice follows from the number of choices of its block in earlier parts, plus those before it in its own part. No two units add to the same counter,
+//! so the same choices give the same lists.
 
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -20,38 +20,38 @@ use crate::error::KernelError;
 use crate::limits::most_units;
 use crate::shared::order_key::key;
 
-/// Units of a cube that has a part, or a list.
+/// Units per cube that has a part, or a list.
 pub(super) const LIST_UNITS: usize = 256;
 
-/// Blocks that a query picks in one pass over its scores, at most.
+/// Largest number of blocks that a query chooses in one pass over its scores.
 const AT_A_TIME: usize = 4;
 
-/// Choices of a part that are in shared memory at a time.
+/// Choices of a part in shared memory at a time.
 const CHUNK: usize = 512;
 
-/// Parts of a list, at most: a unit of `starts` reads them one after the other, and their counts take memory.
+/// Largest number of parts per list. A unit of `starts` reads them in sequence, and their counts take memory.
 const MOST_PARTS: usize = 64;
 
 /// Sizes of the scores of rows of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ScoredRows {
-    /// Batch entries times heads.
+    /// Number of lists: batch entries times heads.
     pub lists: usize,
-    /// Queries of each that have scores here.
+    /// Queries per list that have scores here.
     pub rows: usize,
-    /// The position of the first of them: of the last key less what queries follow. It may be negative.
+    /// Position of the first of these queries, with the last query aligned to the last key. It may be negative.
     pub position: i64,
-    /// Blocks of keys.
+    /// Number of key blocks.
     pub blocks: usize,
-    /// Keys of a block.
+    /// Keys per block.
     pub block: usize,
-    /// Blocks that a query chooses, at most.
+    /// Largest number of blocks that a query chooses.
     pub most: usize,
 }
 
 impl ScoredRows {
-    /// Of lists, rows from a position on, blocks of so many keys, of which a row chooses `most`.
+    /// Sizes of `lists` lists of `rows` rows from `position` on, with `blocks` blocks of `block` keys, of which a row chooses `most`.
     pub fn new(
         [lists, rows]: [usize; 2],
         position: i64,
@@ -73,20 +73,20 @@ impl ScoredRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListSizes {
-    /// Batch entries times heads.
+    /// Number of lists: batch entries times heads.
     pub lists: usize,
-    /// Choices of each: queries times the most that one chooses.
+    /// Choices per list: queries times the largest number of choices of a query.
     pub choices: usize,
-    /// Blocks of keys.
+    /// Number of key blocks.
     pub blocks: usize,
-    /// Places of a tile.
+    /// Places per tile.
     pub tile: usize,
-    /// Tiles that there is room for: as many as all choices need.
+    /// Tiles per list, enough for all choices.
     pub tiles: usize,
 }
 
 impl ListSizes {
-    /// Of lists of so many choices among blocks, in tiles of so many places.
+    /// Sizes of `lists` lists with `choices` choices among `blocks` blocks, in `tiles` tiles of `tile` places.
     pub fn new([lists, choices, blocks]: [usize; 3], [tiles, tile]: [usize; 2]) -> Self {
         Self {
             lists,
@@ -101,29 +101,30 @@ impl ListSizes {
         self.tiles * self.tile
     }
 
-    /// Choices of a part, a multiple of [`CHUNK`], and how many parts there are.
+    /// Returns the choices per part, a multiple of [`CHUNK`], and the number of parts.
     fn parts(&self) -> [usize; 2] {
         let part = self.choices.div_ceil(MOST_PARTS).next_multiple_of(CHUNK);
         [part, self.choices.div_ceil(part).max(1)]
     }
 }
 
-/// The buffers of the lists of queries by blocks: i32, −1 for none.
+/// Buffers of the lists of queries by blocks: i32, −1 for none.
 #[derive(Clone, Copy, Debug)]
 pub struct ListBuffers<'a> {
-    /// The place of each choice: `[lists, choices]`.
+    /// Place of each choice: `[lists, choices]`.
     pub places: &'a Handle,
-    /// The choice at each place: `[lists, tiles · tile]`.
+    /// Choice at each place: `[lists, tiles · tile]`.
     pub choices: &'a Handle,
-    /// The block of each tile: `[lists, tiles]`.
+    /// Block of each tile: `[lists, tiles]`.
     pub tile_blocks: &'a Handle,
 }
 
-/// The blocks of the `most` highest `scores` of each row before the block that the row's own position lies in, by falling score: `picks`
-/// `[lists, rows, most]`, i32, −1 where there are fewer. Of equal scores the earlier block; NaN is the lowest. `scores` are `[lists, rows, blocks]`, f32.
+/// Finds the `most` blocks with the highest `scores` of each row, among those before the block of the row's own position, in descending order. `picks` is
+/// `[lists, rows, most]`, i32, −1 if there are fewer. Of equal scores, the earlier block comes first, and NaN is lowest. `scores` is
+/// `[lists, rows, blocks]`, f32.
 ///
 /// # Errors
-/// [`KernelError`] if the scores are more than 32 bits count.
+/// [`KernelError`] if the scores do not fit 32 bits.
 pub fn highest_blocks(
     client: &Client,
     of: &ScoredRows,
@@ -141,7 +142,7 @@ pub fn highest_blocks(
         of.block,
         of.most,
     );
-    // SAFETY: a unit below `count` reads the scores of its row and writes the picks of its row.
+    // SAFETY: a unit below `count` reads the scores of its row and writes the choices of its row.
     unsafe {
         highest::launch_unchecked(
             client,
@@ -157,11 +158,11 @@ pub fn highest_blocks(
     Ok(())
 }
 
-/// The lists of `picks` `[lists, choices]`, i32, blocks or negative numbers: where each choice lies, the queries that chose a block having
-/// neighbouring places, in order, from the first place of a tile on; and what lies at each place. Tiles that are not needed come last.
+/// Lists the choices `picks`, `[lists, choices]`, i32, which are blocks or negative numbers. The queries that chose a block get consecutive places, in
+/// order, from the first place of a tile on. Writes the place of each choice, and the choice at each place. Unneeded tiles come last.
 ///
 /// # Errors
-/// [`KernelError`] if a buffer's numbers are more than 32 bits count, or the device's cubes are too small.
+/// [`KernelError`] if a buffer's elements do not fit 32 bits, or the device's cubes are too small.
 pub fn list_queries(
     client: &Client,
     sizes: &ListSizes,
@@ -196,8 +197,8 @@ pub fn list_queries(
     };
     let (dim, address) = (CubeDim::new_1d(LIST_UNITS as u32), AddressType::U32);
     let by_part = || cubes(client, sizes.lists * parts);
-    // SAFETY: cubes beyond the last part or list write nothing. A cube reads the choices of its part and writes its part's counts and places, what `starts`
-    // says the places of its choices are (below `tiles · tile`, if the tiles are as many as the choices need), and a share of the places that is its own.
+    // SAFETY: cubes beyond the last part or list write nothing. A cube reads the choices of its part, and writes its part's counts and places, the places
+    // that `starts` assigns to its choices (below `tiles · tile`, which is checked), and its own share of all places.
     unsafe {
         count::launch_unchecked(
             client,
@@ -235,7 +236,7 @@ pub fn list_queries(
     Ok(())
 }
 
-/// That cubes have [`LIST_UNITS`].
+/// Checks that cubes can have [`LIST_UNITS`] units.
 pub(super) fn check_units(client: &Client) -> Result<(), KernelError> {
     let most = most_units(client.properties()) as u32;
     KernelError::check("units of a cube that lists queries", most, LIST_UNITS)
@@ -245,14 +246,14 @@ pub(super) fn within(what: &'static str, len: usize) -> Result<(), KernelError> 
     KernelError::check(what, i32::MAX as u32, len)
 }
 
-/// Rows of scores.
+/// Sizes of rows of scores.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Rows {
-    /// Of all lists.
+    /// Rows of all lists.
     count: usize,
-    /// Of a list.
+    /// Rows per list.
     rows: usize,
-    /// Position of a list's first.
+    /// Position of a list's first row.
     position: i32,
     blocks: usize,
     block: usize,
@@ -267,7 +268,7 @@ fn highest(scores: &[u32], picks: &mut [i32], of: Rows, #[comptime] at_a_time: u
         // Blocks before the row's own.
         let candidates = (position / of.block).min(of.blocks);
         let start = row * of.blocks;
-        // What was picked last: what follows has a lower key, or the same and a later block.
+        // The last chosen block. Blocks that follow have a lower key, or the same key and a later index.
         let mut bound = 0xffff_ffffu32.runtime();
         let mut from = 0usize.runtime();
         let mut keys = Array::<u32>::new(at_a_time);
@@ -282,13 +283,13 @@ fn highest(scores: &[u32], picks: &mut [i32], of: Rows, #[comptime] at_a_time: u
             for block in 0..candidates {
                 let mut key = key(scores[start + block]);
                 let follows = key < bound || (key == bound && block >= from);
-                // Below all of them, it stays out.
+                // A key below all of them is not inserted.
                 if follows && key > keys[comptime!(at_a_time - 1)] {
                     let mut its = block as i32;
                     let mut is_in = false.runtime();
                     #[unroll]
                     for i in 0..at_a_time {
-                        // From its place on, all move down.
+                        // From its index on, the others move down.
                         is_in = is_in || key > keys[i];
                         let (here, other) = (keys[i], blocks[i]);
                         keys[i] = select(is_in, key, here);
@@ -311,22 +312,22 @@ fn highest(scores: &[u32], picks: &mut [i32], of: Rows, #[comptime] at_a_time: u
     }
 }
 
-/// Choices in parts.
+/// Sizes of choices in parts.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Parts {
     pub lists: usize,
-    /// Of a list.
+    /// Choices per list.
     pub choices: usize,
     pub blocks: usize,
     pub tile: usize,
     pub tiles: usize,
-    /// Choices of a part.
+    /// Choices per part.
     pub part: usize,
-    /// Of a list.
+    /// Parts per list.
     pub parts: usize,
 }
 
-/// The choices of a part from `first` on, and −1 behind the last.
+/// Loads the choices of a part from `first` on, with −1 after the last.
 #[cube]
 fn load(picks: &[i32], chunk: &mut [i32], list: usize, first: usize, of: &Parts) {
     let mut at = UNIT_POS as usize;
@@ -340,8 +341,8 @@ fn load(picks: &[i32], chunk: &mut [i32], list: usize, first: usize, of: &Parts)
     }
 }
 
-/// How many of the first `end` of a chunk chose a block.
-// A kernel's slice has no iterator.
+/// Returns how many of the first `end` choices of a chunk chose a block.
+// A slice in a kernel has no iterator.
 #[allow(clippy::needless_range_loop)]
 #[cube]
 fn chosen(chunk: &[i32], block: i32, end: usize) -> u32 {
@@ -352,10 +353,10 @@ fn chosen(chunk: &[i32], block: i32, end: usize) -> u32 {
     count
 }
 
-/// `counts` `[lists, parts, blocks]`; and −1 at all places.
+/// Computes `counts` `[lists, parts, blocks]`, and sets all places to −1.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn count(picks: &[i32], counts: &mut [u32], choices: &mut [i32], of: Parts) {
-    // Every unit of a cube meets every barrier; cubes beyond the last part have no blocks and no places.
+    // Every unit of a cube reaches every barrier. Cubes beyond the last part have no blocks and no places.
     let last = of.lists * of.parts - 1;
     let at_part = CUBE_POS.min(last);
     let is_part = CUBE_POS <= last;
@@ -389,7 +390,8 @@ fn count(picks: &[i32], counts: &mut [u32], choices: &mut [i32], of: Parts) {
     }
 }
 
-/// `counts` become what earlier parts have of a block; `starts` `[lists, blocks]`, the first place of a block; the block of each tile.
+/// Turns `counts` into prefix sums over the parts of each block. Computes `starts` `[lists, blocks]`, the first place of each block, and the block of each
+/// tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn starts_of(
     counts: &mut [u32],
@@ -402,7 +404,7 @@ pub(super) fn starts_of(
     let blocks = select(is_list, of.blocks, 0usize);
     let unit = UNIT_POS as usize;
     let mut tiles_of = Shared::<[u32]>::new_slice(comptime!(LIST_UNITS));
-    // A unit has neighbouring blocks, so that what earlier units have is what comes before.
+    // A unit has consecutive blocks, so that the blocks of earlier units come before.
     let own = of.blocks.div_ceil(comptime!(LIST_UNITS));
     let first = (unit * own).min(blocks);
     let end = (first + own).min(blocks);
@@ -447,7 +449,7 @@ pub(super) fn starts_of(
     }
 }
 
-/// Places of the choices of a part, and the choices at them.
+/// Computes the places of the choices of a part, and writes the choices to them.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn fill(
     picks: &[i32],
@@ -481,7 +483,7 @@ fn fill(
                 if block >= 0i32 && (block as usize) < of.blocks {
                     let before = counts[own + block as usize] + chosen(&chunk, block, at);
                     let to = (starts[list * of.blocks + block as usize] + before) as usize;
-                    // There is room for all choices, if they are what the sizes say.
+                    // All choices fit, if their number is as the sizes say.
                     if to < room {
                         place = to as i32;
                         choices[list * room + to] = choice as i32;
@@ -492,7 +494,7 @@ fn fill(
             at += comptime!(LIST_UNITS);
         }
         sync_cube();
-        // What this chunk has comes before the next. Other units of the cube read it.
+        // The next chunk's places come after this chunk's. Other units of the cube read the counts.
         let mut block = UNIT_POS as usize;
         while block < blocks {
             counts[own + block] += chosen(&chunk, block as i32, comptime!(CHUNK).runtime());

@@ -1,22 +1,22 @@
-//! What a plan's tiles look things up in: the masks, and the first tile of each head.
+//! Lookup tables of a plan's tiles: the masks, and the first tile of each head.
 
 use cubecl::prelude::*;
 
 use super::words::{Cut, EMPTY, Extent, FULL, Places};
 use blocksparse::plan::Mainloop;
 
-/// Which tiles a head has.
+/// Assignment of patterns to heads.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Heads {
     /// Heads of all batch entries with heads of their own.
     pub all: usize,
-    /// Heads of a batch entry.
+    /// Heads per batch entry.
     pub per_batch: usize,
-    /// Patterns of a batch entry, a divisor of its heads: as many neighbouring heads share one.
+    /// Patterns per batch entry, a divisor of its heads. Consecutive heads share a pattern.
     pub patterns: usize,
 }
 
-/// The masks' words, and behind them the heads'.
+/// Makes the words of the masks, and after them the words of the heads.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn tables(
     plan: &mut [u32],
@@ -28,7 +28,7 @@ pub fn tables(
     table_word(plan, ABSOLUTE_POS, &extent, &places, &heads, cut);
 }
 
-/// Word `at` of the masks, and behind them of the heads. Masks 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
+/// Makes word `at` of the masks followed by the heads. Masks 0 and 1 are full and empty; the id of any other is that of [`mask_id`].
 #[cube]
 pub fn table_word(
     plan: &mut [u32],
@@ -51,7 +51,7 @@ pub fn table_word(
     }
 }
 
-/// The first tile record of a head, of all batch entries' heads.
+/// Returns the first tile record of a head, counted over all batch entries.
 #[cube]
 pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
     let shared_by = heads.per_batch / heads.patterns;
@@ -59,9 +59,9 @@ pub fn first_tile(head: usize, extent: &Extent, heads: &Heads) -> u32 {
     (pattern * extent.tiles) as u32
 }
 
-/// Which columns from `first` on row `row` of an entry has under the mask `id`, as bits: neighbours, so that two numbers say which.
+/// Returns a word of mask `id`: the allowed columns from `first` on in row `row` of an entry. They are consecutive, so two numbers determine them.
 #[cube]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+#[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: Cut) -> u32 {
     let crossings = comptime!(cut.crossings() as u32);
     let group = comptime!(cut.group as i32).runtime();
@@ -72,7 +72,7 @@ fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: 
     let crossing = code / 4u32 % (crossings + 1u32);
     let subset = code / 4u32 / (crossings + 1u32);
     let block_row = (row / comptime!(cut.block)) as u32;
-    // The rows of the last tile, the columns of the last entry.
+    // Last row of the last tile, and last column of the last entry.
     let last_row = (extent.row_len - 1i32) % comptime!(cut.rows as i32);
     let last_col = (extent.col_len - 1i32) % group;
     let is_row = (subset >> block_row) & 1u32 == 1u32 && (!row_end || row as i32 <= last_row);
@@ -81,7 +81,7 @@ fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: 
     if comptime!(cut.causal) {
         if crossing < crossings && !is_full {
             let step = comptime!(cut.distance_step() as i32);
-            // The offset's remainder, of a negative offset, too.
+            // Remainder of the offset, also if it is negative.
             let rest = (extent.offset % step + step) % step;
             let distance = crossing as i32 * step + rest - comptime!(cut.below() as i32);
             match comptime!(cut.mainloop) {
@@ -94,7 +94,7 @@ fn mask_word(id: u32, row: usize, first: i32, extent: &Extent, #[comptime] cut: 
     select(id != EMPTY && (is_full || is_row), word, 0u32)
 }
 
-/// The first `count` bits of a word: none of fewer than one, all of more than there are.
+/// Returns a word with its lowest `count` bits set: none if `count` is below 1, all if it exceeds the word.
 #[cube]
 fn bits_below(count: i32) -> u32 {
     let within = count.clamp(0i32, 31i32) as u32;

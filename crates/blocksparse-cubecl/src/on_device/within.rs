@@ -1,8 +1,8 @@
-//! Layouts whose blocks are chosen from those of a layout on the host, and keep its pairs.
+//! Layouts with blocks chosen from those of a host layout, whose masks they keep.
 //!
-//! The plan of the whole layout is made on the host and uploaded once, as that of any other. A plan of the chosen blocks has its entries, tile by tile, as
-//! far as their blocks are chosen. Where only some of a tile's block rows have a block, the entry's mask is that of the whole plan in those rows: the table
-//! has each mask of the whole plan for all of them, and behind those each for every other subset.
+//! The plan of the whole layout is made on the host and uploaded once, like any other. A plan of the chosen blocks has a subset of its entries, tile by
+//! tile. If only some of a tile's block rows have chosen a block, the entry's mask is that of the whole plan in those rows. The table has each mask of the
+//! whole plan for all block rows, and after them each mask for every other subset.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,12 +22,12 @@ use blocksparse::BlockLayout;
 use blocksparse::internal::Slots;
 use blocksparse::plan::{TilePlan, Tiling};
 
-/// What the plan of a whole layout has, for the room that plans of its blocks need.
+/// Sizes of a whole layout's plan, which bound those of plans of its blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct WholeSizes {
-    /// Masks.
+    /// Number of masks.
     pub masks: usize,
-    /// Entries of a pattern, at most.
+    /// Largest number of entries per pattern.
     pub entries: usize,
 }
 
@@ -35,7 +35,7 @@ pub struct WholeSizes {
 struct KnownSizes(Slots<Tiling, Option<WholeSizes>>);
 
 impl WholeSizes {
-    /// Of a layout under a tiling, found once.
+    /// Returns the sizes of a layout's plan under a tiling. They are computed once.
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         let known = layout.attachment(KnownSizes::default);
         let made = known.0.get_or_try_make(tiling, || {
@@ -53,18 +53,18 @@ impl WholeSizes {
         made.unwrap_or_else(|never| match never {})
     }
 
-    /// Masks of the table, of tiles of so many block rows.
+    /// Returns the number of masks of the table, for tiles of `height` block rows.
     pub fn table(&self, height: usize) -> usize {
         self.masks * ((1 << height) - 1)
     }
 }
 
-/// Which blocks of a layout there are, on a device.
+/// Bits of a layout's blocks on a device.
 #[derive(Clone)]
 pub struct AllowedBits {
     /// See [`Allowed`](super::bits::Allowed).
     pub words: Handle,
-    /// So many words.
+    /// Number of words.
     pub len: usize,
     heads: usize,
     entries: usize,
@@ -74,7 +74,7 @@ pub struct AllowedBits {
 struct KnownBits(Slots<DeviceKey, Option<Arc<AllowedBits>>>);
 
 impl AllowedBits {
-    /// Of a layout, uploaded once.
+    /// Returns the bits of a layout. They are uploaded once.
     ///
     /// # Errors
     /// [`KernelError::Recording`] if they would be uploaded inside a recording.
@@ -110,7 +110,7 @@ impl AllowedBits {
         })
     }
 
-    /// As kernels read it, for a choice of so many patterns a batch entry.
+    /// Returns the kernel arguments, for a choice of `patterns` patterns per batch entry.
     pub fn launched(&self, patterns: usize) -> AllowedLaunch {
         AllowedLaunch::new(
             self.entries * self.heads,
@@ -121,7 +121,7 @@ impl AllowedBits {
     }
 }
 
-/// Where the parts of a whole plan begin.
+/// Offsets of a whole plan's sections.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Whole {
     /// First tile record of each head.
@@ -132,17 +132,17 @@ pub struct Whole {
     pub entries: usize,
     /// Masks.
     pub masks: usize,
-    /// So many masks.
+    /// Number of masks.
     pub mask_count: u32,
-    /// The last batch entry with heads of its own.
+    /// Last batch entry with heads of its own.
     pub last_entry: usize,
-    /// Heads of a batch entry.
+    /// Heads per batch entry.
     pub per_batch: usize,
-    /// Patterns of a batch entry, of those that choose.
+    /// Patterns of the choice per batch entry.
     pub patterns: usize,
 }
 
-/// The record of tile `at` of all patterns' in the whole plan.
+/// Returns the record in the whole plan of tile `at`, counted over all patterns.
 #[cube]
 fn record(whole: &[u32], at: usize, extent: &Extent, of: &Whole) -> usize {
     let pattern = at / extent.tiles;
@@ -151,9 +151,9 @@ fn record(whole: &[u32], at: usize, extent: &Extent, of: &Whole) -> usize {
     of.tiles + (whole[of.heads + head] as usize + at % extent.tiles) * 3
 }
 
-/// The mask of an entry of which only a subset of block rows is chosen.
+/// Returns the mask of an entry of which only a subset of block rows is chosen.
 #[cube]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+#[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 fn mask_of(id: u32, subset: u32, of: &Whole, #[comptime] cut: Cut) -> u32 {
     let all = comptime!((1u32 << cut.height()) - 1);
     let mut result = id;
@@ -165,7 +165,7 @@ fn mask_of(id: u32, subset: u32, of: &Whole, #[comptime] cut: Cut) -> u32 {
     select(subset == 0u32 || id == EMPTY, EMPTY, result)
 }
 
-/// What is left of the entry at word `entry` of the whole plan, in tile `at`.
+/// Returns the mask, in tile `at`, of the entry at word `entry` of the whole plan.
 #[cube]
 fn left(
     bits: &[u32],
@@ -186,7 +186,7 @@ fn left(
     mask_of(whole[entry + 1], chosen, of, cut)
 }
 
-/// How many steps tile `at` has.
+/// Returns the number of steps of tile `at`.
 #[cube]
 fn counted(
     bits: &[u32],
@@ -212,7 +212,7 @@ fn counted(
     in_steps(&Entries { masked, full }, cut)
 }
 
-/// Counts the entries of each tile into its record, as [`words::count`](super::words::count).
+/// Counts the entries of each tile into its record, like [`words::count`](super::words::count).
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn count(
     bits: &[u32],
@@ -234,7 +234,7 @@ pub fn count(
     }
 }
 
-/// The entries of each tile, in the order of [`words::listed`](super::words::listed).
+/// Makes the entries of each tile, in the order of [`words::listed`](super::words::listed).
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn entries(
     bits: &[u32],
@@ -271,9 +271,9 @@ pub fn entries(
     }
 }
 
-/// The masks' words, and behind them the heads'.
+/// Makes the words of the masks, and after them the words of the heads.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::collapsible_if)] // As above.
+#[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 pub fn tables(
     whole: &[u32],
     plan: &mut [u32],

@@ -1,62 +1,62 @@
-//! From bits to the words of a launch plan, [`TilePlan`](blocksparse::plan::TilePlan)'s, in buffers whose sizes the host knows.
+//! From bits to the words of a launch plan, as in [`TilePlan`](blocksparse::plan::TilePlan), in buffers whose sizes the host knows.
 //!
 //! ```text
-//! count     entries of each tile, masked and full           a unit a tile
-//! offsets   first entry of each tile                        a cube a pattern
-//! rank      tiles by falling work                           a unit a tile
-//! entries   masked ones, fill, full ones                    a unit a tile
+//! count     number of masked and full entries per tile      one unit per tile
+//! offsets   first entry of each tile                        one cube per pattern
+//! rank      order of tiles, most work first                 one unit per tile
+//! entries   masked entries, padding, full entries           one unit per tile
 //! ```
 //!
-//! [`tables`](super::tables) has the masks, and the tiles of heads.
+//! [`tables`](super::tables) makes the masks, and the first tile of each head.
 //!
-//! Where patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
+//! If patterns have few tiles, [`at_once`](super::at_once) does all of it in one launch.
 //!
-//! A tile's masks depend on how its rows lie to the entry's columns, and on which of its block rows have the block. All of them
-//! are in a table: a mask's id says which it is.
+//! A tile's mask depends on the offset between its rows and the entry's columns, and on which of its block rows have the block. All possible masks are in a
+//! table, and a mask's id encodes which one it is.
 
 use cubecl::prelude::*;
 
 use blocksparse::plan::Mainloop;
 
-/// How bits are cut into tiles and steps: the comptime shape of the kernels.
+/// How bits are cut into tiles and steps: the compile-time shape of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cut {
-    /// Which side the rows are.
+    /// Whether rows are queries or keys.
     pub mainloop: Mainloop,
-    /// Positions of a tile.
+    /// Positions per tile.
     pub rows: usize,
-    /// Entries of a step.
+    /// Entries per step.
     pub per_step: usize,
-    /// Positions of an entry.
+    /// Positions per entry.
     pub group: usize,
-    /// Positions of a block.
+    /// Positions per block.
     pub block: usize,
-    /// Whether queries see no later keys.
+    /// Whether queries attend to no later keys.
     pub causal: bool,
 }
 
 impl Cut {
-    /// Block rows of a tile.
+    /// Block rows per tile.
     pub fn height(&self) -> usize {
         (self.rows / self.block).max(1)
     }
 
-    /// Entries of a block in a tile.
+    /// Entries per block in a tile.
     pub fn parts(&self) -> usize {
         self.block / self.group
     }
 
-    /// Words of a mask's row.
+    /// Words per row of a mask.
     pub fn mask_words(&self) -> usize {
         self.group.div_ceil(32)
     }
 
-    /// Distances at which a diagonal may cross an entry are this far apart.
+    /// Spacing of the distances at which a diagonal may cross an entry.
     pub fn distance_step(&self) -> usize {
         self.rows.min(self.group)
     }
 
-    /// Entries at this distance below the diagonal, or farther, have no pair.
+    /// Least distance below the diagonal at which an entry has no allowed pair.
     pub fn below(&self) -> usize {
         match self.mainloop {
             Mainloop::Rows => self.rows,
@@ -64,7 +64,7 @@ impl Cut {
         }
     }
 
-    /// Entries at this distance above it, or farther, have all.
+    /// Least distance above the diagonal at which all pairs of an entry are allowed.
     fn above(&self) -> usize {
         match self.mainloop {
             Mainloop::Rows => self.group - 1,
@@ -72,7 +72,7 @@ impl Cut {
         }
     }
 
-    /// Ways in which a diagonal may cross an entry; one more stands for none.
+    /// Number of ways in which a diagonal may cross an entry. One more id means no crossing.
     pub fn crossings(&self) -> usize {
         match self.causal {
             true => (self.below() + self.above()) / self.distance_step() + 1,
@@ -80,37 +80,37 @@ impl Cut {
         }
     }
 
-    /// Masks of the table: full, empty, and every subset of block rows with every crossing and with both ends.
+    /// Number of masks of the table: full, empty, and every subset of block rows with every crossing and both sequence ends.
     pub fn masks(&self) -> usize {
         2 + (1 << self.height()) * (self.crossings() + 1) * 4
     }
 }
 
-/// What is cut.
+/// Sizes of a pattern's bits and tiles.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Extent {
-    /// Tiles of a pattern.
+    /// Tiles per pattern.
     pub tiles: usize,
-    /// Block rows of a pattern.
+    /// Block rows per pattern.
     pub lines: usize,
     /// Words of a block row's bits.
     pub words: usize,
-    /// Positions of all rows.
+    /// Number of positions of rows.
     pub row_len: i32,
-    /// Positions of all columns.
+    /// Number of positions of columns.
     pub col_len: i32,
     /// Position of the first query.
     pub offset: i32,
-    /// Room for the entries of a pattern.
+    /// Entries reserved per pattern.
     pub room: usize,
 }
 
-/// Where the parts of the words begin.
+/// Offsets of a plan's sections.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Places {
     /// First tile record of each head.
     pub heads: usize,
-    /// Tiles by falling work, with their records.
+    /// Tiles by decreasing work, with their records.
     pub order: usize,
     /// Tile records.
     pub tiles: usize,
@@ -120,13 +120,12 @@ pub struct Places {
     pub entries: usize,
 }
 
-/// The id of the full mask.
+/// Id of the full mask.
 pub const FULL: u32 = blocksparse::FULL;
-/// That of a mask without a pair.
+/// Id of the mask without allowed pairs.
 pub const EMPTY: u32 = blocksparse::plan::EMPTY;
 
-/// The mask of an entry whose columns begin at `col` in a tile whose rows begin at `row`, of whose block rows `subset` have the
-/// block.
+/// Returns the id of the mask of an entry whose columns begin at `col`, in a tile whose rows begin at `row` and whose block rows in `subset` have the block.
 #[cube]
 fn mask_id(subset: u32, row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> u32 {
     let crossings = comptime!(cut.crossings() as u32);
@@ -158,8 +157,8 @@ fn mask_id(subset: u32, row: i32, col: i32, extent: &Extent, #[comptime] cut: Cu
     select(empty, EMPTY, select(full, FULL, id))
 }
 
-/// How far the queries of an entry lie behind its keys: row `r` and column `c` are a pair if `c − r`, or in a loop over columns
-/// `r − c`, is no more.
+/// Returns by how much the queries of an entry are after its keys. Row `r` and column `c` are an allowed pair if `c − r`, or in a loop over columns
+/// `r − c`, is at most that.
 #[cube]
 fn distance(row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> i32 {
     let mut distance = row + extent.offset - col;
@@ -169,7 +168,7 @@ fn distance(row: i32, col: i32, extent: &Extent, #[comptime] cut: Cut) -> i32 {
     distance
 }
 
-/// The bits of a tile's block rows in word `word`: of all that have a block.
+/// Returns the bits in word `word` that any of a tile's block rows has.
 #[cube]
 fn union(
     bits: &[u32],
@@ -189,7 +188,7 @@ fn union(
     union
 }
 
-/// Which of a tile's block rows have block `bit` of word `word`.
+/// Returns which of a tile's block rows have block `bit` of word `word`.
 #[cube]
 pub fn subset(
     bits: &[u32],
@@ -214,7 +213,7 @@ pub fn subset(
     subset
 }
 
-/// The bits of word `word` that all of a tile's block rows have.
+/// Returns the bits in word `word` that all of a tile's block rows have.
 #[cube]
 fn whole(
     bits: &[u32],
@@ -236,8 +235,8 @@ fn whole(
     whole
 }
 
-/// Whether in a tile whose rows begin at `row` every entry of word `word` is full that all of its block rows have: no diagonal crosses one, and none is at an
-/// end of the sequence.
+/// Whether entries of word `word` that all block rows of a tile have are full. That is so if no diagonal crosses them, and none is at an end of the
+/// sequence. The tile's rows begin at `row`.
 #[cube]
 fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> bool {
     let first = (word * comptime!(32 * cut.block)) as i32;
@@ -245,7 +244,7 @@ fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> boo
     let mut clear = row + comptime!(cut.rows as i32) <= extent.row_len
         && last + comptime!(cut.group as i32) <= extent.col_len;
     if comptime!(cut.causal) {
-        // Of a loop over columns entries far on lie farther from the diagonal, of one over rows nearer.
+        // In a loop over columns, later entries are farther from the diagonal. In a loop over rows, they are nearer.
         let nearest = match comptime!(cut.mainloop) {
             Mainloop::Rows => last,
             Mainloop::Columns => first,
@@ -255,18 +254,18 @@ fn is_clear(row: i32, word: usize, extent: &Extent, #[comptime] cut: Cut) -> boo
     clear
 }
 
-/// A tile: where it is in the bits and in the sequence.
+/// Location of a tile in the bits and in the sequence.
 #[derive(CubeType, Clone, Copy)]
 pub struct Place {
-    /// Its first block row, of all patterns'.
+    /// Its first block row, counted over all patterns.
     pub line: usize,
-    /// The first block row of the next pattern.
+    /// First block row of the next pattern.
     pub end: usize,
     /// Its first row.
     row: i32,
 }
 
-/// Tile `at` of all patterns'.
+/// Returns the location of tile `at`, counted over all patterns.
 #[cube]
 pub fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     let first = at / extent.tiles * extent.lines;
@@ -278,21 +277,21 @@ pub fn place(at: usize, extent: &Extent, #[comptime] cut: Cut) -> Place {
     }
 }
 
-/// How many steps a tile has.
+/// Numbers of steps of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct Counted {
-    /// Steps.
+    /// Number of steps.
     pub steps: u32,
-    /// Steps whose masks matter, the first ones.
+    /// Number of steps with masks. They come first.
     pub masked: u32,
 }
 
-/// Entries of a tile.
+/// Numbers of entries of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct Entries {
-    /// Those whose masks matter.
+    /// Entries with masks.
     pub masked: u32,
-    /// Those that are full.
+    /// Full entries.
     pub full: u32,
 }
 
@@ -339,7 +338,7 @@ pub fn entries_of(
     Entries { masked, full }
 }
 
-/// The steps of a tile's entries.
+/// Returns the numbers of steps of a tile's entries.
 #[cube]
 pub fn in_steps(entries: &Entries, #[comptime] cut: Cut) -> Counted {
     let per_step = comptime!(cut.per_step as u32);
@@ -352,7 +351,7 @@ pub fn in_steps(entries: &Entries, #[comptime] cut: Cut) -> Counted {
     }
 }
 
-/// Counts the entries of tile `at`.
+/// Returns the numbers of steps of tile `at`.
 #[cube]
 pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -> Counted {
     let place = place(at, extent, cut);
@@ -360,7 +359,7 @@ pub fn counted(bits: &[u32], at: usize, extent: &Extent, #[comptime] cut: Cut) -
     in_steps(&entries, cut)
 }
 
-/// Counts the entries of each tile into its record: 0, steps, steps whose masks matter.
+/// Counts the entries of each tile into its record: 0, number of steps, number of steps with masks.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn count(
     bits: &[u32],
@@ -380,10 +379,10 @@ pub fn count(
     }
 }
 
-/// Units that find the offsets of a pattern.
+/// Units that compute the offsets of a pattern.
 pub const OFFSET_UNITS: usize = 64;
 
-/// The first entry of each tile: those of a pattern lie one behind the other, `extent.room` from the pattern before.
+/// Computes the first entry of each tile. Entries of a pattern are consecutive, and patterns are `extent.room` entries apart.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn offsets(
     plan: &mut [u32],
@@ -392,7 +391,7 @@ pub fn offsets(
     patterns: usize,
     #[comptime] per_step: usize,
 ) {
-    // Cubes beyond the last pattern do it again.
+    // Cubes beyond the last pattern repeat it.
     let pattern = CUBE_POS.min(patterns - 1);
     let mut shared = Shared::<[u32]>::new_slice(OFFSET_UNITS);
     let own = extent.tiles.div_ceil(OFFSET_UNITS);
@@ -416,7 +415,7 @@ pub fn offsets(
     }
 }
 
-/// Tiles of each pattern by falling work, each with its record.
+/// Orders the tiles of each pattern by decreasing work, each with its record.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn rank(plan: &mut [u32], extent: Extent, places: Places, tiles: usize) {
     let at = ABSOLUTE_POS;
@@ -439,7 +438,7 @@ pub fn rank(plan: &mut [u32], extent: Extent, places: Places, tiles: usize) {
     }
 }
 
-/// The entries of each tile, as [`listed`] lists them.
+/// Makes the entries of each tile, in the order of [`listed`].
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn entries(
     bits: &[u32],
@@ -458,7 +457,7 @@ pub fn entries(
     }
 }
 
-/// The entries of tile `at` from word `first` on: masked ones from the front, full ones from the back, and between them what fills up the steps.
+/// Lists the entries of tile `at` from word `first` on: masked ones from the front, full ones from the back, and between them the padding of the steps.
 #[cube]
 fn listed(
     bits: &[u32],
@@ -476,14 +475,15 @@ fn listed(
     filled(plan, left.front, left.back);
 }
 
-/// The words of a plan from `front` on, and before `back`.
+/// The unused words of a plan from `front` up to `back`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Gap {
     pub front: usize,
     pub back: usize,
 }
 
-/// The entries of words `from..to` of a tile's bits, in the gap that others leave: masked ones from its front, full ones from its back. What is left of it.
+/// Lists the entries of words `from..to` of a tile's bits in the gap from `front` to `back`: masked ones from its front, full ones from its back. Returns
+/// the remaining gap.
 #[cube]
 pub fn listed_words(
     bits: &[u32],
@@ -539,7 +539,7 @@ pub fn listed_words(
     Gap { front, back }
 }
 
-/// Entries without a pair, where steps have no others.
+/// Fills a gap with entries without allowed pairs.
 #[cube]
 pub fn filled(plan: &mut [u32], front: usize, back: usize) {
     let mut front = front;

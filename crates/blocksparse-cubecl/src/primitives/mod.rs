@@ -1,3 +1,3 @@
-//! Searches and sums that kernels of several crates are made of.
+//! Searches and sums that kernels of several crates use.
 
 pub mod radix_select;

@@ -1,18 +1,18 @@
-//! The highest keys of a row, digit by digit from the highest on (radix select).
+//! Radix select: the largest keys of a row, digit by digit from the most significant.
 //!
 //! ```text
-//! for each of three digits of 11 bits
-//!     counts of the digits of the keys that have all digits found so far          in shared memory
-//!     the digit: the highest that, with those above it, enough keys have
-//!     end if all keys that have it are selected
-//! selected: keys that are above in the digits that were found, and the first of those that are equal in them
+//! for each of three digits of at most 11 bits:
+//!     count the values of the digit, over keys that match all digits found so far          in shared memory
+//!     find the highest value such that enough keys have it or a higher one
+//!     stop if all keys that match are selected
+//! select the keys above the digits found, and the first of the keys that match them
 //! ```
 //!
-//! Nothing is sorted. A cube has a row (`list_top_k`), whose numbers its units read next to each other: most long rows twice for digits and once for the
-//! list. Or a cube has a part of a row, and a launch finds a digit, by `count_digits` and `find_digit`. Counts are whole numbers that units add to in any
-//! order, so they are the same every time.
+//! Nothing is sorted. If a cube has a whole row (`list_top_k`), its units read the row's elements coalesced: most long rows twice for digits and once for
+//! the list. If a cube has a part of a row, each digit takes a launch, with `count_digits` and `find_digit`. Counts are integers, so the order of the
+//! atomic additions does not change them.
 
-// A kernel's numbers have no such methods.
+// Slices in kernels do not have the methods that Clippy suggests.
 #![allow(clippy::needless_range_loop)]
 
 use cubecl::ir::features::AtomicUsage;
@@ -25,57 +25,57 @@ use crate::limits::{self, most_units};
 use crate::shared::bins::Bins;
 use crate::shared::unit_sums::{UnitSums, before_and_all};
 
-/// Units of a cube, at least and at most.
+/// Smallest and largest number of units per cube.
 const UNITS: [usize; 2] = [128, 512];
-/// Numbers of a unit where units are between these.
+/// Elements per unit, as long as that keeps the number of units in this range.
 const UNIT_NUMBERS: usize = 16;
-/// Bits of a digit, of which the last has what is left of 32.
+/// Bits per digit. The last digit has the remaining bits of 32.
 const BITS: u32 = 11;
 /// Values of a digit.
 pub const BINS: usize = 1 << BITS;
 /// Digits of a key.
 pub const DIGITS: u32 = 32u32.div_ceil(BITS);
-/// Vectors that a unit loads at once where digits are counted.
+/// Vectors that a unit loads at once to count digits.
 const AHEAD: usize = 4;
-/// Neighbouring vectors that a unit lists at once.
+/// Consecutive vectors that a unit lists at once.
 const RUN: usize = 2;
-/// Where a count of equal keys begins in a word, below which there is one of keys above: neither is as many as a cube's numbers.
+/// Bit at which the count of equal keys begins in a word. The lower bits count the keys above. A cube's elements fit either count.
 const HALF: u32 = 16;
-/// Words of a digit that was found: itself, how many keys are above it, and how many have it.
+/// Words of a found digit: its value, the number of keys above it, and the number of keys equal to it.
 pub const FOUND: usize = 3;
 
-/// Bits below a digit.
+/// Number of bits below a digit.
 pub fn shift_of(level: u32) -> u32 {
     32u32.saturating_sub(BITS * (level + 1))
 }
 
-/// The bits of a digit, as the lowest.
+/// Mask of a digit's bits, shifted down to bit 0.
 pub fn mask_of(level: u32) -> u32 {
     (1u32 << BITS.min(32 - BITS * level)) - 1
 }
 
-/// The most numbers that a load takes, of rows of so many that begin at so many bytes.
+/// Returns the largest vector width for rows of `columns` elements in a buffer that begins at `offset` bytes.
 pub fn vector_of(client: &Client, columns: usize, offset: Option<u64>) -> usize {
     let begins = offset.unwrap_or(0) as usize / size_of::<f32>();
     limits::vector_of(client.properties(), size_of::<f32>(), &[columns, begins])
 }
 
-/// How a cube searches. Compiled into the kernel.
+/// Parameters of a cube's search, compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RadixTile {
-    /// Units of a cube, a power of two that divides [`BINS`].
+    /// Units per cube, a power of two that divides [`BINS`].
     pub units: usize,
-    /// How they add up what each has.
+    /// How units add up their counts.
     pub sums: UnitSums,
-    /// Whether units count by PTX.
+    /// Whether units count with PTX.
     pub ptx: bool,
 }
 
 impl RadixTile {
-    /// Of rows, or parts of them, of so many numbers.
+    /// Returns the tile for rows, or parts of rows, of `columns` elements.
     ///
     /// # Errors
-    /// [`KernelError`] if the device's cubes are too small, or their units cannot count together.
+    /// [`KernelError`] if the device's cubes are too small, or it lacks atomic additions.
     pub fn new(client: &Client, columns: usize) -> Result<Self, KernelError> {
         let properties = client.properties();
         let counts = Type::atomic(ElemType::UInt(UIntKind::U32));
@@ -101,58 +101,58 @@ impl RadixTile {
         Ok(tile)
     }
 
-    /// Values of a digit that a unit has.
+    /// Values of a digit per unit.
     pub fn own_bins(&self) -> usize {
         BINS / self.units
     }
 }
 
-/// How the elements of a row become keys.
+/// Conversion of a row's elements to keys.
 #[cube]
 pub trait RowKeys: CubeType {
-    /// Neighbouring elements of the row.
+    /// Loads neighbouring elements of the row.
     fn load<N: Size>(&self, numbers: &[Vector<u32, N>], vector: usize) -> Vector<u32, N>;
 
-    /// The key of the number at a place, in the order of selection and above 0.
+    /// Returns the key of the element at index `at`, ordered as the selection and above 0.
     fn key(&self, number: u32, at: usize) -> u32;
 }
 
-/// Elements of a row that a cube looks at: from `begin`, with which a vector begins, up to `end`.
+/// Elements of a row that a cube reads: from `begin`, a multiple of the vector width, up to `end`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
-    /// The first.
+    /// First element.
     pub begin: usize,
-    /// Behind the last.
+    /// End, exclusive.
     pub end: usize,
 }
 
-/// What is known of the last key that is selected.
+/// State of the search for the last selected key.
 #[derive(CubeType, Clone, Copy)]
 pub struct Threshold {
-    /// Its digits,
+    /// The digits found so far.
     pub digits: u32,
-    /// and which bits they are.
+    /// Mask of their bits.
     pub known: u32,
-    /// How many of the keys that have these digits are selected,
+    /// Number of keys still to select among those with these digits.
     pub left: u32,
-    /// and whether all are.
+    /// Whether all keys with these digits are selected.
     pub is_done: bool,
 }
 
 #[cube]
 impl Threshold {
-    /// Of `wanted` of so many keys.
+    /// Begins the search for `wanted` of `all` keys.
     pub fn new(wanted: u32, all: usize) -> Threshold {
         Threshold {
             digits: 0u32.runtime(),
             known: 0u32.runtime(),
             left: wanted,
-            // Of none there is no digit to find.
+            // With no keys wanted, or all, there is no digit to find.
             is_done: wanted == 0u32 || all <= wanted as usize,
         }
     }
 
-    /// Takes a digit, of which so many keys are above and so many equal.
+    /// Adds a digit, with the numbers of keys above it and equal to it.
     pub fn take(&mut self, digit: u32, above: u32, count: u32, #[comptime] level: u32) {
         if !self.is_done {
             self.digits |= digit << comptime!(shift_of(level));
@@ -163,7 +163,7 @@ impl Threshold {
     }
 }
 
-/// Counts in `bins` the digits of a level, of the keys that have all digits before. Every unit of the cube gets here.
+/// Counts in `bins` the digits of a level, over the keys that match all digits found before. Every unit of the cube must call it.
 #[cube]
 pub fn count_digits<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],
@@ -208,8 +208,8 @@ pub fn count_digits<N: Size, K: RowKeys>(
     sync_cube();
 }
 
-/// Finds the digit with which so many keys are left, from the highest down, of what all units have of their digits' counts: from the unit's highest digit
-/// down. Nothing is found if all `is_done`.
+/// Finds the digit of the last selected key. `counts` has the unit's counts of digit values, its highest value first; values descend over the units too.
+/// Finds nothing if `is_done`.
 #[cube]
 pub fn find_digit(
     counts: &Array<u32>,
@@ -243,7 +243,7 @@ pub fn find_digit(
     sync_cube();
 }
 
-/// Lists the columns of the `wanted` highest keys of the span of a row that a cube has, as `list_selected` does.
+/// Lists the columns of the `wanted` largest keys in the cube's span of a row, like `list_selected`.
 #[cube]
 pub fn list_top_k<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],
@@ -273,8 +273,7 @@ pub fn list_top_k<N: Size, K: RowKeys>(
     );
 }
 
-/// The threshold of a row that a cube has, above which and among whose equals are the `wanted` highest keys of the span. `partial` has
-/// [`UnitSums::partial`] words, `found` [`FOUND`].
+/// Returns the threshold of the `wanted` largest keys in the cube's span of a row. `partial` has [`UnitSums::partial`] words, `found` [`FOUND`].
 #[cube]
 fn select_row<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],
@@ -290,7 +289,7 @@ fn select_row<N: Size, K: RowKeys>(
     #[unroll]
     for level in 0..comptime!(DIGITS) {
         count_digits::<N, K>(numbers, keys, span, &threshold, &bins, level, t);
-        // From the highest digit down.
+        // From the highest digit value down.
         let top = comptime!(BINS - 1) - UNIT_POS as usize * comptime!(t.own_bins());
         let mut counts = Array::<u32>::new(comptime!(t.own_bins()));
         #[unroll]
@@ -304,26 +303,26 @@ fn select_row<N: Size, K: RowKeys>(
     threshold
 }
 
-/// Where a span's selected columns go.
+/// Where a span's selected columns are written.
 #[derive(CubeType, Clone, Copy)]
 pub struct ListPlace {
-    /// Where the row's list begins, in blocks.
+    /// Start of the row's list, in blocks.
     pub into: usize,
-    /// Keys of the row before the span that are above,
+    /// Keys above the threshold in the row before the span.
     pub above: u32,
-    /// and that are equal.
+    /// Keys equal to the threshold in the row before the span.
     pub equal: u32,
-    /// Numbers that are looked at: as many for all cubes on a device without planes, where barriers ask for it.
+    /// Elements to loop over. On a device without planes it must be the same for all cubes, because of barriers.
     pub looked: usize,
-    /// Where the row's places begin, if they are written,
+    /// Start of the row's places, if they are written.
     pub row_places: usize,
-    /// and what is added to each.
+    /// Offset added to each place.
     pub first_place: usize,
 }
 
 #[cube]
 impl ListPlace {
-    /// Of all of a row, without places.
+    /// Lists a whole row, without places.
     pub fn new(into: usize, looked: usize) -> ListPlace {
         ListPlace {
             into,
@@ -336,8 +335,8 @@ impl ListPlace {
     }
 }
 
-/// Lists the columns of a span that are selected, ascending, in tiles of neighbours: as `block` entries each, of which a column has so many. `places`, if there
-/// are any, say of each column where in the list it stands, or −1.
+/// Lists the selected columns of a span in ascending order, tile by tile. Each column becomes `block` consecutive entries. If there are `places`, each
+/// column's place in the list is written to them, or −1.
 #[cube]
 pub fn list_selected<N: Size, K: RowKeys>(
     numbers: &[Vector<u32, N>],
@@ -375,7 +374,7 @@ pub fn list_selected<N: Size, K: RowKeys>(
             let vector = first + comptime!(units * RUN) + i;
             next[i] = keys.load::<N>(numbers, vector.min(last_vector));
         }
-        // Two bits a number.
+        // One bit per element.
         let mut is_above = 0u32.runtime();
         let mut is_equal = 0u32.runtime();
         #[unroll]
@@ -393,7 +392,7 @@ pub fn list_selected<N: Size, K: RowKeys>(
         let (before, all) = before_and_all(count, partial, tile, t.sums);
         let mut above = above_tile + (before & comptime!((1u32 << HALF) - 1));
         let mut equal = equal_tile + (before >> comptime!(HALF));
-        // Of a tile without any there is nothing to list, but places are of all.
+        // A tile without selected columns has nothing to list, but all columns need places.
         let mut is_visited = count != 0u32;
         if comptime!(places.is_some()) {
             is_visited = true.runtime();

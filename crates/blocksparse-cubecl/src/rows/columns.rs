@@ -9,47 +9,47 @@ pub use crate::call::accumulator_of;
 use crate::error::KernelError;
 use crate::limits::{most_units, vector_of};
 
-/// Units of a cube.
+/// Units per cube.
 const UNITS: usize = 256;
-/// Vectors of columns that a cube has: a row of it is 512 bytes of f32.
+/// Vectors of columns per cube: 512 bytes of f32 of a row.
 const COLUMN_UNITS: usize = 32;
-/// Rows of a unit at least, before a matrix is cut into chunks of rows.
+/// Minimum number of rows per unit before a matrix is cut into chunks of rows.
 const LEAST_ROWS: usize = 8;
-/// Rows of a unit that are loaded together.
+/// Rows that a unit loads at once.
 const UNROLLED: usize = 8;
-/// Rows that one launch sums.
+/// Largest number of rows that one launch sums.
 const FEW_ROWS: usize = 2048;
-/// Rows of a unit where there are few.
+/// Rows per unit, in matrices of few rows.
 const ROWS_OF_FEW: usize = 16;
-/// Vectors of columns of a cube, then: still 128 bytes of f32.
+/// Vectors of columns per cube, in matrices of few rows: still 128 bytes of f32.
 const NARROW_UNITS: usize = 8;
-/// Cubes that keep a large device busy.
+/// Number of cubes that keep a large device busy.
 const CUBES: usize = 1024;
 
-/// How a cube shares a chunk of rows: `columns × rows` units; and what of a row it sums.
+/// How the units of a cube share a chunk of rows, as `columns × rows` units, and which columns they sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     /// Units along a row, each with a vector.
     columns: usize,
     /// Units along a column, each with every `rows`-th row.
     rows: usize,
-    /// The window in vectors: `width` of every `pitch`, from `start` on. All of a row if the two are equal.
+    /// The window in vectors.
     window: Window,
 }
 
-/// Some of the columns of rows that are matrices themselves, `[.., pitch]`: `width` of them from `start` on.
+/// A window of columns: `width` from `start` on, in every `pitch` columns. All columns are summed if `width` equals `pitch`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
-    /// The first column.
+    /// First column.
     pub start: usize,
-    /// How many.
+    /// Number of columns.
     pub width: usize,
-    /// Numbers of a matrix's row.
+    /// Number of columns after which the window repeats.
     pub pitch: usize,
 }
 
 impl Window {
-    /// Everything.
+    /// All columns.
     const ALL: Self = Self {
         start: 0,
         width: 1,
@@ -67,7 +67,7 @@ impl Window {
         }
     }
 
-    /// Edges that vectors do not cross.
+    /// Boundaries that vectors must not cross.
     fn edges(&self) -> [usize; 3] {
         match *self == Self::ALL {
             true => [0; 3],
@@ -76,7 +76,7 @@ impl Window {
     }
 }
 
-/// `output[chunk, column] = Σ input[row, column]` over the rows of each chunk, in `A`.
+/// Computes `output[chunk, column] = Σ input[row, column]` over the rows of each chunk, in `A`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     input: &[Vector<E, N>],
@@ -103,7 +103,7 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
         + comptime!(window.start);
     if column < row_vectors {
         let mut row = first + y;
-        // Several loads are on their way at a time.
+        // Several loads are in flight at a time.
         let step = comptime!(shape.rows * UNROLLED);
         while row + comptime!(shape.rows * (UNROLLED - 1)) < end {
             let mut part = Vector::<A, N>::empty().fill(A::new(0.0));
@@ -131,10 +131,10 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     }
 }
 
-/// Sums over rows: `output[column] = Σ input[row, column]`, added in the same order every time.
+/// Sums over rows: `output[column] = Σ input[row, column]`, always added in the same order.
 ///
-/// `input` is contiguous `[rows, width]` of `element`; `output` has `width` numbers of `output_element`. Sums are f32, f64 for f64 inputs. A tall matrix is cut into chunks
-/// of rows, whose sums are added by a second launch. Without rows the sums are 0.
+/// `input` is contiguous `[rows, width]` of `element`. `output` has `width` elements of `output_element`. The sums are computed in f32, f64 for f64 inputs.
+/// A tall matrix is cut into chunks of rows, whose sums a second launch adds. Without rows the sums are 0.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if the matrix has more elements than the device indexes.
@@ -147,7 +147,7 @@ pub fn column_sums(
     sums_in(client, input, matrix, Window::ALL, output)
 }
 
-/// [`column_sums`] of matrices `[inner, window.pitch]`, of each the columns of a window: `output` is `[inner, window.width]`.
+/// Like [`column_sums`], for a window of the columns of matrices `[inner, window.pitch]`: `output` is `[inner, window.width]`.
 ///
 /// # Errors
 /// As [`column_sums`].
@@ -171,7 +171,7 @@ fn sums_in(
     if width == 0 {
         return Ok(());
     }
-    // The buffer of a matrix without rows may be shorter than a vector, which WGPU does not bind.
+    // The buffer of a matrix without rows may be shorter than a vector, and WGPU does not bind such buffers.
     let no_rows = (rows == 0).then(|| client.empty(16));
     let input = no_rows.as_ref().unwrap_or(input);
     let accumulator = accumulator_of(element);
@@ -206,7 +206,7 @@ fn sums_in(
     Ok(())
 }
 
-/// How sums of rows of a width are launched.
+/// Launch parameters of sums over rows of a given width.
 struct Launch {
     vector: usize,
     row_vectors: usize,
@@ -226,12 +226,12 @@ impl Launch {
         let hardware = &client.properties().hardware;
         let [.., accumulator, _] = elements;
         let row_length = width / window.width * window.pitch;
-        // Of the input, which is what there is most of.
+        // The vector width depends on the input's element, since most elements are the input's.
         let edges = [&[width], &window.edges()[..]].concat();
         let vector = vector_of(client.properties(), elements[0].size(), &edges);
         let row_vectors = width / vector;
         let units = UNITS.min(most_units(client.properties()));
-        // Few rows of few columns, like the partial sums of other kernels: more cubes, so that one launch does.
+        // Few rows of few columns, such as the partial sums of other kernels, get more cubes, so that one launch suffices.
         let few = rows <= FEW_ROWS && row_vectors < CUBES * COLUMN_UNITS;
         let most = match few {
             true => (units * ROWS_OF_FEW / rows.max(1)).clamp(NARROW_UNITS, COLUMN_UNITS),
@@ -251,14 +251,14 @@ impl Launch {
             vector,
             row_vectors,
             shape,
-            // A chunk's last row may be past the end.
+            // The last row of a chunk may be past the end.
             address: address_of(client, (rows + rows.isqrt() + 1) * row_length)?,
             accumulator,
             most_chunks: y_most as usize,
         })
     }
 
-    /// Into how many chunks the rows are cut.
+    /// Returns the number of chunks that the rows are cut into.
     fn chunks(&self, rows: usize) -> usize {
         if rows <= FEW_ROWS {
             return 1;
@@ -268,7 +268,7 @@ impl Launch {
         wanted.clamp(1, self.most_chunks)
     }
 
-    /// Of the rows in a window, or of all their columns.
+    /// Launches the sums of all columns, or of those in a window.
     fn run(
         &self,
         client: &Client,
@@ -280,8 +280,7 @@ impl Launch {
         let chunks = rows.div_ceil(chunk_rows.max(1)).max(1);
         let columns = self.row_vectors.div_ceil(self.shape.columns);
         let read = self.row_vectors / shape.window.width * shape.window.pitch;
-        // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk; the buffers have the lengths they say (see
-        // `buffer`).
+        // SAFETY: a unit reads its vectors of rows below `rows` and writes one vector of its chunk. The buffers have the stated lengths (see `buffer`).
         unsafe {
             sum_chunks::launch_unchecked(
                 client,

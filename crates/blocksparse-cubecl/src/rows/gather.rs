@@ -1,4 +1,4 @@
-//! Sums of rows by an index.
+//! Sums of rows selected by an index.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -11,10 +11,10 @@ use crate::args::{address_of, buffer, spread};
 use crate::error::KernelError;
 use crate::shared::row_tile::RowTile;
 
-/// Numbers that a unit loads together, where there are as many: few of many name a row, so that it would wait for each.
+/// Rows that a unit loads at once, if an index has as many entries. When few of many entries are valid, it would otherwise wait for each load.
 const AHEAD: usize = 8;
 
-/// `output[place] = Σ rows[index[place, j]]`, where what is not there is left out.
+/// Computes `output[place] = Σ rows[index[place, j]]`, without the entries that are out of range.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gather<E: Float, A: Float, N: Size>(
     rows: &[Vector<E, N>],
@@ -58,11 +58,11 @@ fn gather<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Sums of rows that an index names: `output` `[lists, places, width]` of the element of `rows` `[lists, rows, width]`, each the sum of what the index says,
-/// whose negative numbers count for nothing.
+/// Sums the rows that an index selects: `output` `[lists, places, width]` has the element type of `rows` `[lists, rows, width]`. Negative index entries are
+/// skipped.
 ///
 /// # Errors
-/// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
+/// [`KernelError`] if the device does not index as many elements, or has no cube for a row.
 pub fn gather_rows(
     client: &Client,
     of: &IndexedRows,
@@ -77,7 +77,7 @@ pub fn gather_rows(
     if count == 0 {
         return Ok(());
     }
-    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's numbers, and writes its place's row.
+    // SAFETY: a unit below `count` reads rows of its list below `rows` and its own place's index entries, and writes its place's row.
     unsafe {
         gather::launch_unchecked(
             client,

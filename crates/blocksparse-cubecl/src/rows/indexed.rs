@@ -1,25 +1,25 @@
-//! Indices of rows: lists of numbers, some of which name rows.
+//! Indices of rows, in which entries may be empty.
 
 use cubecl::prelude::*;
 
-/// Lists of rows, and of places that name them.
+/// Sizes of lists of rows, and of the places that select from them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct IndexedRows {
-    /// Batch entries times heads.
+    /// Number of lists: batch entries times heads.
     pub lists: usize,
-    /// Rows of a list that are named.
+    /// Number of source rows per list.
     pub rows: usize,
-    /// Rows of a list that are made of them.
+    /// Number of output rows per list.
     pub places: usize,
-    /// Rows that a place names: numbers of the index, i32 `[lists, places, most]`, negative for none.
+    /// Index entries per place. The index is i32 `[lists, places, most]`, with negative entries for none.
     pub most: usize,
     /// Elements of a row.
     pub width: usize,
 }
 
 impl IndexedRows {
-    /// Of lists of so many rows, and places that name up to `most` of them.
+    /// Sizes of `lists` lists with `rows` rows and `places` places, each with up to `most` index entries.
     pub fn new(lists: usize, rows: usize, [places, most]: [usize; 2], width: usize) -> Self {
         Self {
             lists,
@@ -30,7 +30,7 @@ impl IndexedRows {
         }
     }
 
-    /// Numbers of the largest of the tensors.
+    /// Number of elements of the largest tensor.
     pub(super) fn len(&self) -> usize {
         let rows = self.rows.max(self.places) * self.width;
         self.lists * rows.max(self.places * (self.most + 1))
@@ -42,10 +42,10 @@ impl IndexedRows {
     }
 }
 
-/// What a launch reads.
+/// Sizes as kernel arguments.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Sizes {
-    /// Of a list.
+    /// Rows per list.
     pub rows: usize,
     pub places: usize,
     pub most: usize,
@@ -53,7 +53,7 @@ pub(super) struct Sizes {
     pub count: usize,
 }
 
-/// The row of its list that a number of a place names, −1 for none.
+/// Returns the row of its list that entry `number` of place `at` selects, or −1 if there is none.
 #[cube]
 pub(super) fn row_at(index: &[i32], at: usize, number: usize, sizes: &Sizes) -> i32 {
     let row = index[at * sizes.most + number.min(sizes.most - 1)];

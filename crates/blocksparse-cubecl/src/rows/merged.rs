@@ -1,11 +1,12 @@
-//! A part of each row and others that an index names, merged by their lse, and the gradients.
+//! Merges of each row's own part with rows selected by an index, by their lse, and the gradients.
 //!
 //! ```text
 //! lse = ln Σ exp(lseᵢ)    wᵢ = exp(lseᵢ − lse)    out = Σ wᵢ · xᵢ
-//! by xᵢ = wᵢ · g          by lseᵢ = wᵢ · (g · xᵢ − g · out + g_lse)
+//! dxᵢ = wᵢ · g            dlseᵢ = wᵢ · (g · xᵢ − g · out + g_lse)
 //! ```
 //!
-//! Rows make all of that but the gradients by what the index names: those are taken by its reverse, so that every number has one writer.
+//! `g` and `g_lse` are the gradients with respect to out and lse. The first launch computes everything except the gradients of the selected rows. Those are
+//! gathered with the reverse index, so that every element has one writer.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -19,10 +20,10 @@ use crate::args::{address_of, buffer, optional, spread};
 use crate::error::KernelError;
 use crate::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// lse where there are no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
+/// Lower bound of lse, for rows without keys: far below any score, but finite, so that ∞ − ∞ cannot occur.
 const LOWEST: f32 = -1e30;
 
-/// The lse of what an index names.
+/// Returns the lse of the row that an index entry selects.
 #[cube]
 fn lse_at<A: Float>(lses: &[A], index: &[i32], at: usize, first: usize, sizes: &Sizes) -> A {
     let row = index[at];
@@ -95,7 +96,8 @@ fn merge<E: Float, A: Float, N: Size>(
     }
 }
 
-/// `shares` are `[2, count, most]`: the weight of what the index names, and the gradient by its lse.
+/// Computes the gradients with respect to the places' own rows. `shares` are `[2, count, most]`: the weight of each index entry, and the gradient with
+/// respect to its lse.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_rows<E: Float, A: Float, N: Size>(
     own: &[Vector<E, N>],
@@ -118,7 +120,7 @@ fn by_rows<E: Float, A: Float, N: Size>(
     let unit = UNIT_POS as usize;
     let lane = unit % comptime!(tile.lanes);
     let asked = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
-    // Every unit meets every barrier.
+    // Every unit must reach every barrier.
     let exists = asked < sizes.count;
     let at = asked.min(sizes.count - 1);
     let first = at / sizes.places * sizes.rows;
@@ -189,7 +191,7 @@ fn by_rows<E: Float, A: Float, N: Size>(
     }
 }
 
-/// The gradients by what the index names: of place `at` the row and its number there are those of `choices[at]`.
+/// Computes the gradients with respect to the selected rows. `choices[at]` has the place that selects row `at`, times `most`, plus the entry.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_places<E: Float, A: Float, N: Size>(
     grad: &[Vector<E, N>],
@@ -230,44 +232,44 @@ fn by_places<E: Float, A: Float, N: Size>(
     }
 }
 
-/// What is merged, all contiguous.
+/// Operands of a merge, all contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct MergedParts<'a> {
-    /// A row of each place of [`IndexedRows`]: `[lists, places, width]`.
+    /// The own row of each place of [`IndexedRows`]: `[lists, places, width]`.
     pub own: Typed<'a>,
-    /// Its lse, `[lists, places]`, in the type of sums.
+    /// lse of the own rows, `[lists, places]`, in the accumulator type.
     pub own_lse: &'a Handle,
-    /// The rows that the index names: `[lists, rows, width]`, of the same element.
+    /// Rows that the index selects from: `[lists, rows, width]`, of the same element type.
     pub rows: &'a Handle,
-    /// Their lse, `[lists, rows]`.
+    /// lse of these rows, `[lists, rows]`.
     pub lses: &'a Handle,
-    /// The rows of each place: i32 `[lists, places, most]`, negative for none.
+    /// Index of the rows of each place: i32 `[lists, places, most]`, negative for none.
     pub index: &'a Handle,
 }
 
-/// Gradients, as [`merge_rows_backward`] takes and writes them.
+/// Gradients that [`merge_rows_backward`] reads and writes.
 #[derive(Clone, Copy, Debug)]
 pub struct MergedGradients<'a> {
-    /// By the output.
+    /// Gradient with respect to the output.
     pub grad: &'a Handle,
-    /// By its lse, if there is one.
+    /// Gradient with respect to the output's lse, if there is one.
     pub grad_lse: Option<&'a Handle>,
-    /// Of each row that is named its place, times `most`, and its number there: i32 `[lists, rows]`, negative for none.
+    /// Reverse index: for each row, the place that selects it times `most`, plus the entry there. i32 `[lists, rows]`, negative for none.
     pub choices: &'a Handle,
-    /// By each place's own row,
+    /// Gradient with respect to each place's own row.
     pub by_own: &'a Handle,
-    /// its lse,
+    /// Gradient with respect to the own rows' lse.
     pub by_own_lse: &'a Handle,
-    /// the rows that are named
+    /// Gradient with respect to the selected rows.
     pub by_rows: &'a Handle,
-    /// and their lse.
+    /// Gradient with respect to the selected rows' lse.
     pub by_lses: &'a Handle,
 }
 
-/// The merged rows `[lists, places, width]` and their lse `[lists, places]`, −∞ where no part has keys.
+/// Computes the merged rows `[lists, places, width]` and their lse `[lists, places]`, which is −∞ if no part has keys.
 ///
 /// # Errors
-/// [`KernelError`] if the device does not index as many numbers, bind as many buffers, or has no cube for a row.
+/// [`KernelError`] if the device does not index as many elements, bind as many buffers, or has no cube for a row.
 pub fn merge_rows(
     client: &Client,
     of: &IndexedRows,
@@ -284,7 +286,8 @@ pub fn merge_rows(
         return Ok(());
     }
     let accumulator = accumulator_of(element);
-    // SAFETY: a unit below `count` reads its place's numbers and rows of its list below `rows`, and writes its place's row; the first its lse.
+    // SAFETY: a unit below `count` reads its place's index entries and rows of its list below `rows`, and writes its place's row. The first unit of a row
+    // writes its lse.
     unsafe {
         merge::launch_unchecked(
             client,
@@ -308,7 +311,7 @@ pub fn merge_rows(
     Ok(())
 }
 
-/// The gradients of [`merge_rows`], in two launches.
+/// Computes the gradients of [`merge_rows`], in two launches.
 ///
 /// # Errors
 /// As [`merge_rows`].
@@ -333,8 +336,8 @@ pub fn merge_rows_backward(
     let shares = client.empty(numbers * accumulator.size());
     let dim = CubeDim::new_1d(tile.units() as u32);
     let [of_rows, of_places] = launches;
-    // SAFETY: a unit reads its place's numbers and rows of its list below `rows`, and writes its own place's numbers. In the second launch it writes those of
-    // its own row, below `all`, and reads those of a place of its list.
+    // SAFETY: a unit reads its place's index entries and rows of its list below `rows`, and writes its own place's elements. In the second launch it writes
+    // those of its own row, below `all`, and reads those of a place of its list.
     unsafe {
         by_rows::launch_unchecked(
             client,

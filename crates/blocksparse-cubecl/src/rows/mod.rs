@@ -1,15 +1,15 @@
-//! Operations on matrices of many rows: what a layer does beside its products. On any CubeCL runtime.
+//! Operations on matrices of many rows: the work of a layer besides its products. On any CubeCL runtime.
 //!
-//! Every matrix is contiguous, `[rows, width]`. Numbers are f32 (f64 for f64) between a kernel's loads and stores; an output has one writer and sums
-//! have a fixed order, so the same input gives the same bits on a device.
+//! Every matrix is contiguous, `[rows, width]`. Kernels compute in f32 (f64 for f64) between loads and stores. Each output has one writer and sums have a
+//! fixed order, so the same input gives the same bits on a device.
 //!
 //! ```text
 //! columns     sums over rows, in two steps
 //! indexed     indices of rows
-//! gather      sums of rows by an index
-//! merged      a part of each row and others by an index, merged by their lse
-//! norm_shape  how the units of a cube share rows
-//! typed       buffers with the type of their numbers
+//! gather      sums of rows selected by an index
+//! merged      merges of each row's own part with selected rows, by their lse
+//! norm_shape  distribution of rows over the units of a cube
+//! typed       buffers with element types
 //! ```
 
 #[doc(hidden)]

@@ -1,4 +1,4 @@
-//! What the passes of a norm share: how units have a row, and what a launch can have.
+//! Code that the passes of a norm share: how units share a row, and limits of a launch.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
@@ -6,21 +6,21 @@ use cubecl::prelude::*;
 use crate::error::KernelError;
 use crate::shared::row_tile::RowTile;
 
-/// Elements of a row that a unit has in registers, if the device has units enough.
+/// Elements of a row that a unit keeps in registers, if the device has enough units.
 pub const LANE_NUMBERS: usize = 32;
 
-/// What a kernel is compiled for.
+/// Compile-time parameters of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kind {
     /// How units share rows.
     pub tile: RowTile,
-    /// Whether the mean is taken off.
+    /// Whether the mean is subtracted.
     pub centered: bool,
-    /// Whether a mask drops numbers of the branch.
+    /// Whether the branch has dropout.
     pub dropout: bool,
 }
 
-/// Vector `i` of a lane: where it is in the row, or the last of the row in place of one behind it.
+/// Returns the index of a lane's vector `i` in the row, clamped to the last vector.
 #[cube]
 pub fn place(lane: usize, i: usize, #[comptime] tile: RowTile) -> usize {
     let at = lane + i * comptime!(tile.lanes);
@@ -38,7 +38,7 @@ pub fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
         || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
 }
 
-/// The lane's vectors of a row that begins with vector `start`.
+/// Loads the lane's vectors of a row that begins at vector `start`.
 #[cube]
 pub fn load_row<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
@@ -54,7 +54,7 @@ pub fn load_row<E: Float, A: Float, N: Size>(
     row
 }
 
-/// Writes what `load_row` reads, if the row exists.
+/// Stores the lane's vectors of a row, if the row exists. The counterpart of `load_row`.
 #[cube]
 pub fn store_row<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
@@ -72,7 +72,7 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     }
 }
 
-/// The sum of the elements of a vector.
+/// Returns the sum of the elements of a vector.
 #[cube]
 pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     let mut sum = vector.extract(0usize);
@@ -83,7 +83,7 @@ pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     sum
 }
 
-/// How rows of a width are shared where a unit may have `numbers` of them, of types the widest of which is `element`.
+/// Returns how units share rows of `width` elements, whose widest type is `element`. A unit has about `numbers` elements.
 pub fn tile_of(
     properties: &DeviceProperties,
     width: usize,
@@ -102,13 +102,13 @@ pub fn tile_of(
         .ok_or_else(too_wide)
 }
 
-/// The widest of some types.
+/// Returns the widest of some types.
 pub fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
     let widest = elements.into_iter().max_by_key(|element| element.size());
     widest.expect("there are types")
 }
 
-/// That a launch can have so many buffers, and one more with the numbers of the call.
+/// Checks that a launch can bind this many buffers, and one more with its scalars.
 pub fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
     let most = client.properties().hardware.max_bindings;
     KernelError::check("buffers of a launch", most, buffers + 1)

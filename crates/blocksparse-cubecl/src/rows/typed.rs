@@ -1,7 +1,7 @@
-//! Buffers with the type of their numbers.
+//! Buffers with element types.
 
 use cubecl::ir::ElemType;
 use cubecl::server::Handle;
 
-/// A buffer and its type.
+/// A buffer and its element type.
 pub type Typed<'a> = (&'a Handle, ElemType);

@@ -1,23 +1,23 @@
-//! How kernels find what they read: tensors by their strides, positions by a plan's places, a plan's parts.
+//! Addressing in kernels: tensors by strides, positions by a plan's places, sections of a plan.
 
 use cubecl::prelude::*;
 
 pub use crate::arch::Four;
 
-/// Strides of a `[batch, heads, seq, dim]` tensor in vectors, and its seq.
+/// Strides of a `[batch, heads, seq, dim]` tensor in vectors, and its sequence length.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Strides {
-    /// Between batch entries.
+    /// Stride of batch entries.
     pub batch: usize,
-    /// Between heads.
+    /// Stride of heads.
     pub head: usize,
-    /// Between positions.
+    /// Stride of positions.
     pub row: usize,
-    /// Positions.
+    /// Number of positions.
     pub len: usize,
 }
 
-/// The tensors of a forward pass, or what belongs to each of them.
+/// The tensors of a forward pass, or a value for each of them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Qkv<T: CubeType + LaunchArg> {
     pub q: T,
@@ -25,7 +25,7 @@ pub struct Qkv<T: CubeType + LaunchArg> {
     pub v: T,
 }
 
-/// The operands of a mainloop of the backward pass, or what belongs to each: of a tile's own rows, and of the gathered ones.
+/// The operands of a mainloop of the backward pass, or a value for each of them: `a` for a tile's own rows, `b` for the gathered rows.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct MainloopOperands<T: CubeType + LaunchArg> {
     pub a1: T,
@@ -34,21 +34,21 @@ pub struct MainloopOperands<T: CubeType + LaunchArg> {
     pub b2: T,
 }
 
-/// A tensor with any strides of its outer dimensions.
+/// A tensor whose outer dimensions have any strides.
 #[derive(CubeType, CubeLaunch)]
 pub struct RowTensor<T: CubePrimitive> {
     pub vectors: Box<[T]>,
     pub strides: Strides,
 }
 
-/// What a forward pass writes, contiguous.
+/// Outputs of a forward pass, contiguous.
 #[derive(CubeType, CubeLaunch)]
 pub struct ForwardOutputs<O: CubePrimitive, F: CubePrimitive> {
     /// `[batch, heads, seq_q, value_dim]`
     pub out: Box<[O]>,
     /// `[batch, heads, seq_q]`
     pub lse: Box<[F]>,
-    /// `[batch, heads, seq_q]`, where they are asked for.
+    /// `[batch, heads, seq_q]`, if asked for.
     pub max_scores: ComptimeOption<Box<[F]>>,
 }
 
@@ -57,26 +57,26 @@ pub struct ForwardOutputs<O: CubePrimitive, F: CubePrimitive> {
 pub struct Listing {
     /// Distance between the positions of a class.
     pub stride: usize,
-    /// Places of a class.
+    /// Places per class.
     pub class_len: usize,
 }
 
-/// The position at a place, listed by residue class or as it is.
+/// Returns the position at a place, listed by residue class or in order.
 #[cube]
 pub fn position_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> usize {
     span_of(place, listing, residue).first
 }
 
-/// Places that follow each other in one class, as those of a block do: the i-th is position `first + i · step`.
+/// Consecutive places of one class, such as those of a block. The i-th is position `first + i · step`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Span {
-    /// The first position.
+    /// First position.
     pub first: usize,
-    /// From one to the next.
+    /// Distance between neighbours.
     pub step: usize,
 }
 
-/// The positions from a place on, as far as its class goes.
+/// Returns the positions from a place on, valid up to the end of its class.
 #[cube]
 pub fn span_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> Span {
     let mut first = place;
@@ -85,7 +85,7 @@ pub fn span_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> Sp
         let class = place / listing.class_len;
         first = place % listing.class_len * listing.stride + class;
         step = listing.stride;
-        // The last tile may reach beyond the last class: such places are beyond every sequence.
+        // The last tile may extend past the last class. Such places get positions beyond every sequence.
         if class >= listing.stride {
             first = usize::cast_from(u32::MAX);
             step = 0usize;
@@ -94,17 +94,17 @@ pub fn span_of(place: usize, listing: &Listing, #[comptime] residue: bool) -> Sp
     Span { first, step }
 }
 
-/// Which batch entries and heads a launch is for: those of its grid come after the first ones.
+/// Batch entries and heads of a launch. Those of its grid are offset by the first ones.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Slice {
-    /// The first batch entry.
+    /// First batch entry.
     pub first_batch: usize,
-    /// The first head.
+    /// First head.
     pub first_head: usize,
-    /// Batch entries of the call.
-    // Read by kernels for tensor cores.
+    /// Number of batch entries of the call.
+    // Only tensor-core kernels read it.
     pub batches: usize,
-    /// Heads of the call, of what tiles are of.
+    /// Number of heads of the call, on the side of the tiles' own rows.
     pub heads: usize,
 }
 
@@ -112,49 +112,49 @@ pub struct Slice {
 #[derive(CubeType, CubeLaunch)]
 pub struct PlanWords {
     pub words: Box<[u32]>,
-    /// How it lists positions.
+    /// How the plan lists positions.
     pub listing: Listing,
 }
 
-/// What a launch computes of a layout.
+/// The launch's tiles: plan and slice.
 #[derive(CubeType, CubeLaunch)]
 pub struct Schedule {
-    /// Where the parts of the plan begin.
+    /// Offsets of the plan's sections.
     pub parts: PlanParts,
     pub plan: PlanWords,
     /// Batch entries and heads.
     pub slice: Slice,
 }
 
-/// The cube's batch entry.
+/// Returns the cube's batch entry.
 #[cube]
 pub fn batch_of(slice: &Slice) -> usize {
     slice.first_batch + CUBE_POS_Z as usize
 }
 
-/// The cube's head.
+/// Returns the cube's head.
 #[cube]
 pub fn head_of(slice: &Slice) -> usize {
     slice.first_head + CUBE_POS_Y as usize
 }
 
-/// The heads of a tile in the backward pass of the tensor-core tiers.
+/// Heads of a tile in the backward pass of the tensor-core tiers.
 #[derive(CubeType, Clone, Copy)]
 pub struct TileHeads {
-    /// That of its own rows.
+    /// Head of its own rows.
     pub own: u32,
-    /// Query heads of its steps: the first one,
+    /// First query head of its steps.
     pub first: u32,
-    /// and how many.
+    /// Number of query heads of its steps.
     pub turns: u32,
-    /// Query heads of a batch entry.
+    /// Number of query heads per batch entry.
     pub all: u32,
-    /// Query heads to a head of gathered rows.
+    /// Query heads per head of gathered rows.
     pub divisor: u32,
 }
 
-/// Those of the `outer`-th of `heads`. In a loop over `columns` a tile of keys goes through all query heads of its group, or tiles are of `each` query
-/// head.
+/// Returns the heads of tile head `outer` of `heads`. In a loop over `columns`, a tile of keys loops over all query heads of its group, unless tiles are
+/// per query head (`each`).
 #[cube]
 pub fn heads_of_tile(
     outer: u32,
@@ -186,23 +186,23 @@ pub fn heads_of_tile(
     }
 }
 
-/// Where the parts of a plan's words begin: `plan::Sections` on the device.
+/// Offsets of a plan's sections: `plan::Sections` on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct PlanParts {
     /// First tile record of each head.
     pub heads: usize,
     /// First place of each head.
     pub places: usize,
-    /// Tiles by falling work, with their records.
+    /// Tiles by decreasing work, with their records.
     pub order: usize,
-    /// Blocks of clustered tiles.
+    /// Blocks of each clustered tile.
     pub rows: usize,
     /// Tile records.
     pub tiles: usize,
-    /// Entries.
+    /// Entries of the tiles' steps.
     pub entries: usize,
     /// Masks.
     pub masks: usize,
-    /// Words between the heads of two batch entries: 0 if all share one layout.
+    /// Words between the heads of two batch entries, 0 if all share one layout.
     pub batch: usize,
 }

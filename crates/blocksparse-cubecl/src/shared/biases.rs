@@ -1,40 +1,40 @@
-//! How the `simt` tier reads biases.
+//! Arguments of biases in the `simt` tier.
 
 use cubecl::prelude::*;
 
-/// Strides of a contiguous bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: 0 where it is 1.
+/// Strides of a contiguous bias `[batch or 1, heads or 1, seq_q or 1, seq_kv]`. The stride of a dimension of length 1 is 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct BiasStrides {
-    /// Between batch entries.
+    /// Stride of batch entries.
     pub batch: usize,
-    /// Between heads.
+    /// Stride of heads.
     pub head: usize,
-    /// Between queries.
+    /// Stride of queries.
     pub row: usize,
 }
 
-/// A table of biases of distances, `[heads or 1, 2 · reach + 1]`.
+/// Location of a table of biases of distances, `[heads or 1, 2 · reach + 1]`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Distances {
-    /// Elements before it.
+    /// Element at which it begins.
     pub start: usize,
-    /// Elements of a head: 0 if heads share it.
+    /// Elements per head, 0 if heads share it.
     pub head: usize,
-    /// The largest distance that has a bias of its own.
+    /// Largest distance with a bias of its own.
     pub reach: usize,
 }
 
-/// What is added to scores. In a backward pass the slopes and the table are in its stats.
+/// Biases of scores. In a backward pass the slopes and the table are in the stats instead.
 #[derive(CubeType, CubeLaunch)]
 pub struct ScoreBiases<E: Float, A: Float> {
     /// ALiBi slopes, `[heads]`.
     pub slopes: ComptimeOption<Box<[A]>>,
-    /// The given bias.
+    /// Bias tensor.
     pub bias: ComptimeOption<Box<[E]>>,
-    /// Biases of distances.
+    /// Table of distances.
     pub table: ComptimeOption<Box<[A]>>,
-    /// Strides of the given bias.
+    /// Strides of the bias tensor.
     pub strides: BiasStrides,
-    /// Where the biases of distances are.
+    /// Location of the table of distances.
     pub distances: Distances,
 }

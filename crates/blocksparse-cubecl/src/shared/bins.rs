@@ -1,23 +1,23 @@
-//! Counts of a cube in shared memory, which units add to in any order.
+//! Counters of a cube in shared memory, which units increment in any order.
 //!
-//! CubeCL adds at addresses that may be of any memory, and of shared memory that is a slow way. PTX says that they are, and that one is added: for units of a warp
-//! that add to the same count it is one step.
+//! CubeCL's atomics use generic addresses, which are slow for shared memory. The PTX version states that the address is shared and that 1 is added, so that
+//! units of a warp that increment the same counter do it in one step.
 
 use cubecl::prelude::*;
 
 use crate::arch::ptx::{shared_address, shared_count, shared_load, shared_store};
 
-/// A cube's counts: in one of two kinds of shared memory.
+/// A cube's counters, in one of two kinds of shared memory.
 #[derive(CubeType)]
 pub struct Bins {
     counts: Shared<[Atomic<u32>]>,
-    /// Where PTX finds them.
+    /// Shared-memory address for PTX.
     base: u32,
 }
 
 #[cube]
 impl Bins {
-    /// So many counts, which are not yet anything.
+    /// Allocates `len` counters, uninitialised.
     pub fn new(#[comptime] len: usize, #[comptime] ptx: bool) -> Bins {
         let counts = Shared::<[Atomic<u32>]>::new_slice(comptime!(if ptx { 1usize } else { len }));
         let mut base = 0u32.runtime();
@@ -36,7 +36,7 @@ impl Bins {
         }
     }
 
-    /// Adds one.
+    /// Increments a counter.
     pub fn count(&self, bin: usize, #[comptime] ptx: bool) {
         if comptime!(ptx) {
             shared_count(self.base + bin as u32 * 4u32);

@@ -1,13 +1,13 @@
-//! Numbers of eight bits in kernels, bit for bit as [`Quantization`] defines them.
+//! 8-bit number formats in kernels, bit for bit as [`Quantization`] defines them.
 
 use cubecl::prelude::*;
 
 use blocksparse::Quantization;
 
-/// The bits of ∞ without its sign: NaNs are above.
+/// Bits of ∞ without its sign. NaNs are larger.
 pub const INFINITY: u32 = 0x7f80_0000;
 
-/// The four numbers of a word, without their scale.
+/// Decodes the four numbers of a word, without their scale.
 #[cube]
 pub fn decode_word<A: Float, N: Size>(
     word: u32,
@@ -15,7 +15,7 @@ pub fn decode_word<A: Float, N: Size>(
 ) -> Vector<A, N> {
     let mut numbers = Vector::<A, N>::zeroed();
     if comptime!(quantization == Quantization::Int8) {
-        // 128 more, and with 2²³ they are the last bits of a float.
+        // Adds 128 and uses the result as the last mantissa bits of 2²³.
         let shifted = word ^ 0x8080_8080u32;
         #[unroll]
         for i in 0..4usize {
@@ -33,29 +33,29 @@ pub fn decode_word<A: Float, N: Size>(
     numbers
 }
 
-/// The number of the lowest eight bits, which are not NaN. No subnormal float is on the way, since devices may take those for zeros.
+/// Decodes the lowest eight bits, which are not NaN. No intermediate float is subnormal, since devices may flush those to zero.
 #[cube]
 fn decode_e4m3(code: u32) -> f32 {
     let size = (code & 0x7fu32) << 20u32;
     let normal = f32::reinterpret(size + comptime!(120u32 << 23));
-    // 2⁻⁶ + m · 2⁻⁹
+    // Equals 2⁻⁶ + m · 2⁻⁹.
     let subnormal = f32::reinterpret(size + comptime!(121u32 << 23)) - 0.015_625f32;
     let x = select(size < comptime!(1u32 << 23), subnormal, normal);
     f32::reinterpret(u32::reinterpret(x) | ((code & 0x80u32) << 24u32))
 }
 
-/// The code of a number that was divided by its scale, in the lowest eight bits.
+/// Encodes a number that was divided by its scale, in the lowest eight bits.
 #[cube]
 pub fn encode(x: f32, #[comptime] quantization: Quantization) -> u32 {
     let bits = u32::reinterpret(x);
     let size_bits = bits & 0x7fff_ffffu32;
     let is_nan = size_bits > INFINITY;
     let largest = comptime!(quantization.largest());
-    // As integers they are in the same order, and NaN is no trouble.
+    // As integers they have the same order, and NaN needs no special case.
     let size = f32::reinterpret(min(size_bits, comptime!(largest.to_bits())));
     let sign = bits >> 31u32;
     if comptime!(quantization == Quantization::Int8) {
-        // The last bits of a float from 2²³ on are an integer, rounded to even.
+        // Above 2²³ the last mantissa bits are an integer, rounded to even.
         let n = u32::reinterpret(size + 8_388_608.0f32) & 0xffu32;
         select(
             is_nan,
@@ -73,12 +73,12 @@ pub fn encode(x: f32, #[comptime] quantization: Quantization) -> u32 {
     }
 }
 
-/// The number whose code `encode` gives one that was divided by its scale, of at most 448 in E4M3.
+/// Returns the decoded value of the code that `encode` gives in E4M3. `x` was divided by its scale and is at most 448.
 #[cube]
 pub fn nearest_e4m3(x: f32) -> f32 {
     let bits = u32::reinterpret(x);
     let size = bits & 0x7fff_ffffu32;
-    // Four digits; or multiples of 2⁻⁹, counted in the last bits of a float: compilers may take x + c − c for x.
+    // Rounds to four significant bits, or to multiples of 2⁻⁹, counted in the last mantissa bits: compilers may simplify x + c − c to x.
     let normal = (size + 0x7_ffffu32 + ((size >> 20u32) & 1u32)) & 0xfff0_0000u32;
     let count = u32::reinterpret(f32::reinterpret(size) * 512.0f32 + 8_388_608.0f32) & 0xffu32;
     let subnormal = u32::reinterpret(f32::cast_from(count) * 0.001_953_125f32);

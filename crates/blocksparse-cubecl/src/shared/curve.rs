@@ -1,14 +1,14 @@
-//! Activations and their derivatives, number by number.
+//! Activations and their derivatives, elementwise.
 
 use cubecl::prelude::*;
 
 use crate::arch::ptx;
 
-/// What is made of each number.
+/// An activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ActivationKind {
-    /// The number itself.
+    /// Identity.
     None,
     /// `x · sigmoid(1.702 x)`.
     GeluSigmoid,
@@ -22,23 +22,23 @@ pub enum ActivationKind {
     Silu,
 }
 
-/// How it is made.
+/// An activation function and its precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Curve {
-    /// What.
+    /// The activation function.
     pub activation: ActivationKind,
-    /// Whether exponentials and reciprocals are the device's approximate ones: where results are rounded to half precision anyway.
+    /// Whether to use the device's approximate exponential and reciprocal, where results are rounded to half precision anyway.
     pub fast: bool,
 }
 
-/// Slope of the sigmoid of [`ActivationKind::GeluSigmoid`].
+/// Slope of the sigmoid in [`ActivationKind::GeluSigmoid`].
 const GELU_SLOPE: f64 = 1.702;
-/// `2 √(2/π)`: `(1 + tanh y) / 2` is the sigmoid of `2 y`.
+/// Equals `2 √(2/π)`, because `(1 + tanh y) / 2` is the sigmoid of `2 y`.
 const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
-/// Factor of the cube in it.
+/// Factor of the cubic term in [`ActivationKind::GeluTanh`].
 const TANH_CUBE: f64 = 0.044_715;
 
-/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite: not every device has infinite numbers.
+/// Returns `1 / (1 + exp(−x))`. The argument is clamped where the exponential would overflow, since not every device has infinities.
 #[cube]
 fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector<A, N> {
     match comptime!(fast) {
@@ -47,14 +47,15 @@ fn sigmoid<A: Float, N: Size>(x: Vector<A, N>, #[comptime] fast: bool) -> Vector
     }
 }
 
-/// By the device's approximate instructions, each within two units of the last place of f32: the exact ones take longer than the memory.
+/// Computes the sigmoid with the device's approximate instructions, each within two ulp of f32. With the exact ones the kernels are no longer bound by
+/// memory.
 #[cube]
 fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
     let mut result = Vector::<A, N>::empty();
     #[unroll]
     for c in 0..N::value() {
         let power = f32::cast_from(x.extract(c)) * (-std::f32::consts::LOG2_E);
-        // Where the power is infinite, its reciprocal is 0.
+        // If the power is infinite, its reciprocal is 0.
         let one = ptx::reciprocal(ptx::exp2(power) + 1.0);
         result.insert(c, A::cast_from(one));
     }
@@ -64,14 +65,14 @@ fn fast_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
 #[cube]
 fn exact_sigmoid<A: Float, N: Size>(x: Vector<A, N>) -> Vector<A, N> {
     let one = filled::<A, N>(1.0);
-    // exp(88) is still finite in f32, and 1 / exp(88) no larger than what is lost.
+    // exp(88) is still finite in f32, and 1 / exp(88) is below the rounding error.
     let wide = A::size_bits().comptime() == 64;
     let most = filled::<A, N>(comptime!(if wide { 700.0 } else { 88.0 }));
     let x = x.min(most).max(-most);
     one / (one + (-x).exp())
 }
 
-/// A constant, which f64 gets as the sum of two in f32: literals of kernels are f32.
+/// Returns a constant vector. In f64 the constant is the sum of two f32 numbers, because literals in kernels are f32.
 #[cube]
 fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
     let high = comptime!(number as f32);
@@ -83,7 +84,7 @@ fn filled<A: Float, N: Size>(#[comptime] number: f64) -> Vector<A, N> {
     Vector::<A, N>::empty().fill(constant)
 }
 
-/// The activation.
+/// Returns the activation of `x`.
 #[cube]
 pub fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector<A, N> {
     match comptime!(c.activation) {
@@ -103,7 +104,7 @@ pub fn value<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector
     }
 }
 
-/// Its derivative.
+/// Returns the derivative of the activation at `x`.
 #[cube]
 pub fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector<A, N> {
     let one = filled::<A, N>(1.0);
@@ -115,7 +116,7 @@ pub fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector
             s * (one + scaled * (one - s))
         }
         ActivationKind::GeluTanh => {
-            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            // Beyond ±30 the sigmoid is 0 or 1 in every type, and the cubic term would overflow.
             let most = filled::<A, N>(30.0);
             let x = x.min(most).max(-most);
             let square = x * x;
@@ -127,10 +128,10 @@ pub fn slope<A: Float, N: Size>(x: Vector<A, N>, #[comptime] c: Curve) -> Vector
         ActivationKind::GeluErf => {
             let half = filled::<A, N>(0.5);
             let scaled = x * filled::<A, N>(std::f64::consts::FRAC_1_SQRT_2);
-            // Beyond ±30 it is 0 in every type, and x² would overflow that of the exponential.
+            // Beyond ±30 the density is 0 in every type, and x² would overflow.
             let most = filled::<A, N>(30.0);
             let near = x.min(most).max(-most);
-            // 1 / √(2π)
+            // The constant is 1 / √(2π).
             let density = filled::<A, N>(0.398_942_280_401_432_7) * (-half * near * near).exp();
             half * (one + scaled.erf()) + near * density
         }

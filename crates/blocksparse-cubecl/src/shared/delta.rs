@@ -1,4 +1,4 @@
-//! What the backward kernel needs of each query.
+//! Kernel of the backward pass's stats of each query.
 
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
@@ -6,14 +6,14 @@ use cubecl::prelude::*;
 use crate::shared::addressing::*;
 use crate::shared::score::LOW;
 
-/// The outputs of a forward pass, and the gradients with respect to them.
+/// Outputs of a forward pass, and the gradients with respect to them.
 #[derive(CubeType, CubeLaunch)]
 pub struct OutputRows<T: CubePrimitive, A: CubePrimitive> {
     /// `[batch, heads, seq_q, value_dim]`, contiguous.
     pub out: Box<[T]>,
-    /// The same with any strides of its outer dimensions.
+    /// Like `out`, with any strides of its outer dimensions.
     pub grad_out: RowTensor<T>,
-    /// `[batch, heads, seq_q]`, contiguous, as its gradient.
+    /// `[batch, heads, seq_q]`, contiguous, as is its gradient.
     pub lse: Box<[A]>,
     pub grad_lse: ComptimeOption<Box<[A]>>,
 }
@@ -22,31 +22,30 @@ pub struct OutputRows<T: CubePrimitive, A: CubePrimitive> {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct StatsLengths {
     pub heads: usize,
-    /// Places of all heads,
+    /// Places of all heads.
     pub rows: usize,
-    /// and of each.
+    /// Places per head.
     pub pitch: usize,
-    /// Where the biases of distances begin, and how many there are.
+    /// Element at which the table of distances begins, and its number of elements.
     pub table_start: usize,
     pub table_len: usize,
 }
 
-/// The shape of [`delta`].
+/// Compile-time parameters of [`delta`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaConfig {
     pub value_dim: usize,
-    /// Units of a plane that share a row, so that neighbours read neighbouring numbers.
+    /// Units of a plane that share a row, so that their loads coalesce.
     pub lanes: usize,
     /// Whether places are listed by residue class.
     pub residue: bool,
 }
 
-/// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
-/// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
-/// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
-/// distances.
+/// Computes `stats[head, place] = (lse · lse_factor, delta)` with `delta = rowsum(dO ∘ O) − dlse`, for the query at each place. Both are in one buffer
+/// because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the arithmetic. Places without a position get
+/// zeros.
 ///
-/// `stats` `[rows, 2]`, and after it `[heads]` where there are slopes and the table from `table_start` on.
+/// `stats` is `[rows, 2]`, followed by the ALiBi slopes `[heads]`, if there are any, and the table of distances from `table_start` on.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     outputs: OutputRows<Vector<E, N>, A>,
@@ -85,7 +84,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
             i += lanes;
         }
     }
-    // All units of a plane get here.
+    // All units of a plane must reach this.
     #[unroll]
     for step in 0..comptime!(lanes.ilog2()) {
         sum += plane_shuffle_xor(sum, comptime!(1u32 << step));
@@ -127,7 +126,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Units that share a row of `vectors` in [`delta`]: a power of two.
+/// Returns the number of units that share a row of `vectors` in [`delta`], a power of two.
 pub fn delta_lanes(properties: &DeviceProperties, vectors: usize) -> usize {
     let plane = properties.hardware.plane_size_min.max(1) as usize;
     match properties.features.plane.contains(Plane::Ops) {

@@ -1,28 +1,28 @@
-//! Biases of distances on the tensor-core tiers.
+//! Table of distances on the tensor-core tiers.
 
 use cubecl::prelude::*;
 
-/// A table of biases of distances, as a kernel gets it.
+/// A table of biases of distances as kernel arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct TableArgs {
     /// `[heads or 1, 2 · reach + 1]`
     pub numbers: Box<[f32]>,
-    /// Elements of a head: 0 if heads share them.
+    /// Elements per head, 0 if heads share them.
     pub head: u32,
-    /// The largest distance that has a number of its own.
+    /// Largest distance with a bias of its own.
     pub reach: u32,
 }
 
-/// Which numbers of a table are a head's.
+/// Range of a head's elements in the table.
 #[derive(CubeType, Clone, Copy)]
 pub struct HeadTable {
     first: i32,
-    /// That of distance 0.
+    /// Element of distance 0.
     zero: i32,
     last: i32,
 }
 
-/// The elements of a head.
+/// Returns the range of a head.
 #[cube]
 pub fn table_of(table: &TableArgs, head: u32) -> HeadTable {
     let first = i32::cast_from(head * table.head);
@@ -34,7 +34,7 @@ pub fn table_of(table: &TableArgs, head: u32) -> HeadTable {
     }
 }
 
-/// Those of a head without biases of distances.
+/// Returns an empty range, without a table.
 #[cube]
 pub fn no_table() -> HeadTable {
     HeadTable {
@@ -44,7 +44,7 @@ pub fn no_table() -> HeadTable {
     }
 }
 
-/// The bias of a key so far `ahead` of its query. Whatever the distance, it is one of the head's.
+/// Returns the bias of a key `ahead` positions after its query. The index is clamped to the head's range.
 #[cube]
 pub fn distance_bias(table: &TableArgs, of_head: &HeadTable, ahead: i32) -> f32 {
     let place = (of_head.zero + ahead).max(of_head.first).min(of_head.last);

@@ -1,42 +1,42 @@
-//! The generator of [`Dropout`](blocksparse::Dropout), Philox, and its comparison with the threshold, as kernels run them.
+//! The generator of [`Dropout`](blocksparse::Dropout), Philox, and its comparison with the threshold in kernels.
 //!
-//! Number `j` of a counter's eight has bit `j` of each of its 16 bytes, so that a few logical operations compare all of them at once, place by place, and leave
-//! the results as the bits of a byte. Tensor-core tiers compare four counters side by side, and trade bits with the lanes that share them.
+//! A counter yields eight numbers. Bit `j` of each of its 16 bytes belongs to number `j`, so a few logical operations compare all eight at once, bit by
+//! bit, and leave the results as the bits of a byte. Tensor-core tiers compare four counters at a time, and exchange bits with the lanes that need them.
 
 use cubecl::prelude::*;
 
 use crate::arch::ptx::{bytes_of, multiply_wide, rotate, trade};
 use blocksparse::internal::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
 
-/// The generator's key, and what keeps a pair.
+/// The generator's key and threshold.
 #[derive(CubeType, CubeLaunch)]
 pub struct Mask {
-    /// Lower half of the seed; of one in a table, where it is there.
+    /// Lower half of the seed, or its index in `table`.
     pub seed_low: u32,
-    /// Its upper half.
+    /// Upper half of the seed.
     pub seed_high: u32,
-    /// The words of a table of seeds.
+    /// Words of a table of seeds.
     pub table: ComptimeOption<Box<[u32]>>,
-    /// The greatest number that is kept: what the first word of a counter is compared with,
+    /// Bits of the largest number that is kept, for the comparison with the first word of a counter.
     pub last0: u32,
-    /// the second,
+    /// For the second word.
     pub last1: u32,
-    /// the third
+    /// For the third word.
     pub last2: u32,
-    /// and the fourth.
+    /// For the fourth word.
     pub last3: u32,
 }
 
-/// Dropout of weights, as kernels get it.
+/// Dropout of weights as kernel arguments.
 #[derive(CubeType, CubeLaunch)]
 pub struct DropoutArgs<F: CubeType + LaunchArg> {
-    /// The generator's key.
+    /// The generator's key and threshold.
     pub mask: Mask,
-    /// What weights that are kept are multiplied by.
+    /// Factor of the weights that are kept.
     pub factor: F,
 }
 
-/// What a kernel gets of a seed, by its halves or its place in a table, and of a threshold.
+/// Returns the arguments of a seed, given as its halves or as an index in a table, and of a threshold.
 pub fn mask_launch(
     [low, high]: [u32; 2],
     table: ComptimeOptionArgs<Box<[u32]>>,
@@ -46,14 +46,14 @@ pub fn mask_launch(
     MaskLaunch::new(low, high, table, last0, last1, last2, last3)
 }
 
-/// Both halves of a product.
+/// Both halves of a 64-bit product.
 #[derive(CubeType, Clone, Copy)]
 struct Product {
     high: u32,
     low: u32,
 }
 
-/// In PTX by the one instruction that makes both.
+/// Multiplies. PTX has one instruction for both halves.
 #[cube]
 fn product(x: u32, #[comptime] factor: u32, #[comptime] ptx: bool) -> Product {
     if comptime!(ptx) {
@@ -71,7 +71,6 @@ fn product(x: u32, #[comptime] factor: u32, #[comptime] ptx: bool) -> Product {
     }
 }
 
-/// The generator's key.
 #[derive(CubeType, Clone, Copy)]
 struct Key {
     low: u32,
@@ -93,17 +92,18 @@ fn key_of(mask: &Mask) -> Key {
     Key { low, high }
 }
 
-/// Which numbers are above the greatest that is kept, as far as the four places of a byte say: a bit for each, in that byte.
+/// Results of the comparison over the four bits in the same byte of each word: one bit per number. `above` has the numbers greater than the largest kept
+/// one.
 #[derive(CubeType, Clone, Copy)]
 pub struct Compared {
     above: u32,
-    /// And which differ from it.
+    /// Numbers that differ from it.
     differs: u32,
 }
 
 #[cube]
 fn compare(w0: u32, w1: u32, w2: u32, w3: u32, mask: &Mask) -> Compared {
-    // Of the lowest place first: where a higher one differs, it decides.
+    // The lowest bit comes first. A higher one overrides it if it differs.
     let differs0 = w0 ^ mask.last0;
     let differs1 = w1 ^ mask.last1;
     let differs2 = w2 ^ mask.last2;
@@ -116,34 +116,34 @@ fn compare(w0: u32, w1: u32, w2: u32, w3: u32, mask: &Mask) -> Compared {
     }
 }
 
-/// `high` where there is a difference, elsewhere `low`.
+/// Selects `high` where bits differ, and `low` elsewhere.
 #[cube]
 fn decide(differs: u32, high: u32, low: u32) -> u32 {
     low ^ (differs & (low ^ high))
 }
 
-/// Which of the numbers of a counter keep their pairs, a bit for each, from bit 0 on.
+/// Returns which numbers of a counter keep their pairs, one bit each from bit 0 on.
 #[cube]
 pub fn kept_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> u32 {
     kept_of(&numbers_of(mask, batch, head, query, eight, false))
 }
 
-/// A counter's numbers compared, in PTX and without loops.
+/// Compares a counter's numbers, in PTX and without loops.
 #[cube]
 pub fn compared_eight(mask: &Mask, batch: u32, head: u32, query: u32, eight: u32) -> Compared {
     numbers_of(mask, batch, head, query, eight, true)
 }
 
-/// From bytes to the numbers.
+/// Joins the results of the four bytes.
 #[cube]
 fn kept_of(compared: &Compared) -> u32 {
-    // Bytes 1 and 3 get what pairs of bytes say, then the last what both do.
+    // Bytes 1 and 3 get the results of pairs of bytes, then the last byte the result of both pairs.
     let above = decide(compared.differs, compared.above, compared.above << 8);
     let differs = compared.differs | (compared.differs << 8);
     (decide(differs, above, above << 16) >> 24) ^ 255
 }
 
-/// A counter's numbers compared.
+/// Generates and compares a counter's numbers.
 #[cube]
 fn numbers_of(
     mask: &Mask,
@@ -174,13 +174,13 @@ fn numbers_of(
     compare(c0, c1, c2, c3, mask)
 }
 
-/// Whether a pair is kept, by a counter of which nothing else is used: 1, or else 0.
+/// Returns 1 if a pair is kept, else 0. Uses one number of its counter.
 #[cube]
 pub fn keeps_one(mask: &Mask, batch: u32, head: u32, query: u32, key: u32) -> u32 {
     (kept_of(&compared_eight(mask, batch, head, query, key / 8)) >> (key % 8)) & 1
 }
 
-/// No counter's.
+/// Returns results of no counter.
 #[cube]
 pub fn nothing_compared() -> Compared {
     Compared {
@@ -189,7 +189,7 @@ pub fn nothing_compared() -> Compared {
     }
 }
 
-/// What two counters' bytes say: two bytes for each.
+/// Joins bytes of two counters' results: two bytes each.
 #[cube]
 pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
     let differs = bytes_of(a.differs, b.differs, true);
@@ -203,7 +203,7 @@ pub fn two_compared(a: &Compared, b: &Compared) -> Compared {
     }
 }
 
-/// Which numbers of twice two counters keep their pairs, a byte for each.
+/// Returns which numbers of two times two counters keep their pairs, one byte per counter.
 #[cube]
 pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
     let above = decide(
@@ -214,15 +214,15 @@ pub fn kept_eights(ab: &Compared, cd: &Compared) -> u32 {
     above ^ u32::new(0xffff_ffffi64)
 }
 
-/// From the bits of counters that were dealt among lanes to those of a lane's own pairs. With rows `g` and `g + 8` of 16, `g = lane / 4`, and columns `8 n + 2 t`
-/// and the next, `t = lane mod 4`, of eights `n` of columns, byte `c` of a lane is of the counter with
+/// Exchanges bits between lanes so that each lane gets those of its own pairs. A lane has rows `g` and `g + 8` of 16, `g = lane / 4`, and columns
+/// `8 n + 2 t` and the next, `t = lane mod 4`, in groups `n` of eight columns. Before, byte `c` of a lane has the results of the counter of
 ///
 /// ```text
-/// rows of queries     the eight of keys 2 c + t / 2, and the query of row g + 8 · (t mod 2)
-/// rows of keys        the keys of rows 8 · (g / 2 mod 2) and the seven below, and the query of column 8 · (2 c + g / 4) + 2 t + g mod 2
+/// rows are queries    key group 2 c + t / 2, query of row g + 8 · (t mod 2)
+/// rows are keys       keys of the eight rows from 8 · (g / 2 mod 2) on, query of column 8 · (2 c + g / 4) + 2 t + g mod 2
 /// ```
 ///
-/// and becomes that of its own numbers: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane with one of the bit's place.
+/// After, it has those of its own pairs: bit `4 n + 2 · (row of two) + column of two`. Each step swaps a bit of the lane index with one of the bit index.
 #[cube]
 pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
     let mut bits = dealt;
@@ -237,7 +237,7 @@ pub fn collect(dealt: u32, lane: u32, #[comptime] columns: bool) -> u32 {
     bits
 }
 
-/// Swaps bit `distance` of the lane with bit `shift` of places; those without it are `low`.
+/// Swaps bit `distance` of the lane index with bit `shift` of the bit index. `low` masks the bits whose index has the latter clear.
 #[cube]
 fn swap(
     bits: u32,

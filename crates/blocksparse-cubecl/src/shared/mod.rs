@@ -1,4 +1,4 @@
-//! What kernels of several tiers share.
+//! Kernel code that several tiers share.
 
 pub mod addressing;
 pub mod biases;

@@ -2,10 +2,10 @@
 
 use cubecl::prelude::*;
 
-/// The key of +∞.
+/// Key of +∞.
 pub const INFINITE: u32 = 0xff80_0000;
 
-/// A number that orders f32 numbers, given as bits: NaN is the lowest, −0 equals 0.
+/// Returns an integer that orders f32 numbers, given as bits. NaN is lowest, and −0 equals 0.
 #[cube]
 pub fn key(number: u32) -> u32 {
     let size = number & 0x7fff_ffffu32;
@@ -19,7 +19,7 @@ pub fn key(number: u32) -> u32 {
     select(bits >> 31u32 == 1u32, !bits, bits | 0x8000_0000u32)
 }
 
-/// The number that `key` made this of.
+/// Returns the number of a `key`.
 #[cube]
 pub fn number(key: u32) -> f32 {
     f32::reinterpret(select(key >> 31u32 == 1u32, key & 0x7fff_ffffu32, !key))

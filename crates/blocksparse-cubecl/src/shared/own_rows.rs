@@ -1,10 +1,10 @@
-//! Where a tile's own rows are, on the tensor-core tiers.
+//! Locations of a tile's own rows, on the tensor-core tiers.
 
 use cubecl::prelude::*;
 
 use super::addressing::PlanParts;
 
-/// How a tile's own rows lie: one behind the other, or if they are clustered in blocks of `group`.
+/// Arrangement of a tile's own rows: consecutive, or in blocks of `group` if clustered.
 #[derive(Clone, Copy)]
 pub struct OwnShape {
     pub rows: usize,
@@ -12,7 +12,7 @@ pub struct OwnShape {
     pub clustered: bool,
 }
 
-/// Where a tile's own rows are: its first place, or the word of its first block.
+/// Returns a tile's first place, or the word of its first block if clustered.
 #[cube]
 pub fn own_rows(
     parts: &PlanParts,
@@ -28,7 +28,7 @@ pub fn own_rows(
     first
 }
 
-/// The place of a tile's own row. Rows of a clustered tile lie in blocks of `group`.
+/// Returns the place of a tile's own row.
 #[cube]
 pub fn own_place(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) -> u32 {
     let mut place = rows + row;

@@ -1,6 +1,6 @@
 //! How the units of a cube share rows.
 
-// A kernel's integers have no such method.
+// Integers in kernels do not have this method.
 #![allow(clippy::manual_is_multiple_of)]
 
 use cubecl::ir::ElemType;
@@ -9,27 +9,27 @@ use cubecl::prelude::*;
 
 use crate::limits::{most_units, vector_of};
 
-/// Units of a cube, where a row has fewer.
+/// Units per cube, unless a row needs more.
 const CUBE_UNITS: usize = 256;
 
-/// How the units of a cube share rows: each of `rows` rows has `lanes` units, neighbours in the cube, and a lane has every `lanes`-th vector.
+/// How the units of a cube share rows. Each of `rows` rows has `lanes` consecutive units, and a lane has every `lanes`-th vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowTile {
-    /// Units of a row, a power of two.
+    /// Units per row, a power of two.
     pub lanes: usize,
-    /// Rows that a cube has at a time.
+    /// Rows per cube at a time.
     pub rows: usize,
-    /// Elements of a vector.
+    /// Elements per vector.
     pub vector: usize,
-    /// Vectors of a row.
+    /// Vectors per row.
     pub row_vectors: usize,
     /// Units that exchange numbers without shared memory: a power of two, 1 on a device without plane operations.
     pub plane: usize,
 }
 
 impl RowTile {
-    /// The tile of rows of `width` numbers, the widest of which are of `element`. A lane gets at most `most_vectors` vectors, or `None`: no cube of the device
-    /// has as many units.
+    /// Returns the tile of rows of `width` elements, whose widest type is `element`. A lane gets at most `most_vectors` vectors. `None` if the device's
+    /// cubes are too small for that.
     pub fn new(
         properties: &DeviceProperties,
         width: usize,
@@ -40,7 +40,7 @@ impl RowTile {
         let row_vectors = width / vector;
         let most_units = most_units(properties);
         let plane = match properties.features.plane.contains(Plane::Ops) {
-            // Planes of several sizes: the smallest divides the others.
+            // Of several plane sizes, the smallest divides the others.
             true => properties.hardware.plane_size_min.max(1) as usize,
             false => 1,
         };
@@ -48,7 +48,7 @@ impl RowTile {
             .div_ceil(most_vectors)
             .max(1)
             .next_power_of_two();
-        // Beyond a plane more lanes only shorten a row's own time.
+        // More lanes than a plane only shorten the time of a single row.
         let lanes = least.max(row_vectors.next_power_of_two().min(plane.max(32)));
         if least > most_units {
             return None;
@@ -63,23 +63,23 @@ impl RowTile {
         })
     }
 
-    /// The tile with fewer rows: at most so many units, if a row has no more.
+    /// Returns the tile with fewer rows, for at most `units` units, if a row needs no more.
     pub fn with_units(mut self, units: usize) -> Self {
         self.rows = self.rows.min((units / self.lanes).max(1));
         self
     }
 
-    /// Units of a cube.
+    /// Units per cube.
     pub fn units(&self) -> usize {
         self.lanes * self.rows
     }
 
-    /// Vectors of a lane, at most.
+    /// Largest number of vectors per lane.
     pub fn lane_vectors(&self) -> usize {
         self.row_vectors.div_ceil(self.lanes)
     }
 
-    /// Whether every lane has as many vectors.
+    /// Whether every lane has the same number of vectors.
     pub fn is_whole(&self) -> bool {
         self.row_vectors.is_multiple_of(self.lanes)
     }
@@ -96,9 +96,9 @@ impl RowTile {
 /// Two sums over the lanes of a row.
 #[derive(CubeType, Clone, Copy)]
 pub struct Pair<A: Float> {
-    /// The first.
+    /// First sum.
     pub a: A,
-    /// The second.
+    /// Second sum.
     pub b: A,
 }
 
@@ -110,8 +110,8 @@ pub fn pair_shared(tile: &RowTile) -> usize {
     }
 }
 
-/// The sums of two numbers over a row's lanes, in all of them, for loops: planes meet once in each step. `shared` has [`pair_shared`] numbers, of which even
-/// and odd `step`s take a half each, so that none overwrites what another still reads.
+/// Returns the sums of two numbers over a row's lanes, in all lanes, with one barrier per step of a loop. `shared` has [`pair_shared`] elements. Even and
+/// odd `step`s use a half each, so that no plane overwrites what another still reads.
 #[cube]
 pub fn pair_across_lanes<A: Float>(
     a: A,
@@ -155,16 +155,16 @@ pub fn pair_across_lanes<A: Float>(
     }
 }
 
-/// How numbers of lanes become one.
+/// Reduction over lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Combine {
-    /// Added.
+    /// Addition.
     Sum,
-    /// The largest.
+    /// Maximum.
     Max,
 }
 
-/// Two of them.
+/// Reduces two numbers.
 #[cube]
 pub fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
     match comptime!(by) {
@@ -173,8 +173,8 @@ pub fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
     }
 }
 
-/// The `value`s of a row's lanes as one, in all of them. Every unit of the cube gets here; `shared` has [`RowTile::shared`] numbers, and may be used
-/// again at once.
+/// Reduces `value` over a row's lanes, with the result in all of them. Every unit of the cube must call it. `shared` has [`RowTile::shared`] elements, and
+/// can be reused at once.
 #[cube]
 pub fn across_lanes<A: Float>(
     value: A,
@@ -195,7 +195,7 @@ pub fn across_lanes<A: Float>(
         sync_cube();
         #[unroll]
         for step in 0..comptime!((tile.lanes / tile.plane).ilog2()) {
-            // The units of a plane have the same number, which only the other planes lack.
+            // The units of a plane have the same number already; only other planes' numbers are missing.
             let half = comptime!(tile.lanes >> (step + 1));
             if lane < half {
                 let own = shared[unit];
@@ -220,7 +220,7 @@ mod tests {
     const F32: ElemType = ElemType::Float(FloatKind::F32);
     const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
-    /// A device with planes of a size, or none, and cubes and vectors up to a size.
+    /// Returns a device with this plane size or none, and limits of units per cube and elements per vector.
     fn device(plane: Option<u32>, units: u32, vector: usize) -> DeviceProperties {
         let mut device = Fake::webgpu().properties;
         let hardware = &mut device.hardware;
@@ -235,7 +235,7 @@ mod tests {
         device
     }
 
-    /// Every number of a row has a lane, units are no more than the device's, and lanes and planes divide each other.
+    /// Every element of a row has a lane, the device has enough units, and lanes and planes divide each other.
     #[test]
     fn tiles_cover_rows() {
         for (plane, units, vector) in [
@@ -273,14 +273,14 @@ mod tests {
         }
     }
 
-    /// The trainer's rows have a plane each, and need no shared memory.
+    /// Rows of 512, as the trainer has, get a plane each and need no shared memory.
     #[test]
     fn rows_of_512_have_a_plane_each() {
         let device = device(Some(32), 1024, 8);
         let tile = RowTile::new(&device, 512, F32, 8).unwrap();
         assert_eq!((tile.lanes, tile.rows, tile.vector), (32, 8, 4));
         assert_eq!((tile.lane_vectors(), tile.shared()), (4, 1));
-        // What a plane has no registers for has several.
+        // A row too long for a plane's registers gets several planes.
         let tile = RowTile::new(&device, 4096, F32, 8).unwrap();
         assert_eq!((tile.lanes, tile.rows, tile.shared()), (128, 2, 256));
     }

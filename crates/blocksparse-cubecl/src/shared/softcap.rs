@@ -1,21 +1,21 @@
 //! Softcaps of the tensor-core tiers: `softcap · tanh x`.
 //!
-//! A hyperbolic tangent by the card's exponential and reciprocal takes two of its slow instructions, of which a
-//! multiprocessor starts 16 a cycle; the weight's own exponential is a third. PTX's `tanh` is one, but has eleven bits
-//! only. So where all products of a warp are `NEAR`, as they mostly are, it is a polynomial of its argument.
+//! A tanh by exponential and reciprocal takes two special-function instructions, of which a multiprocessor starts 16 per cycle; the weight's own
+//! exponential is a third. PTX's `tanh` is one instruction, but accurate to eleven bits only. So if all products of a warp are `NEAR`, as they mostly are,
+//! tanh is a polynomial.
 
 use cubecl::prelude::*;
 
 use crate::arch::ptx::{above_any, exp2, larger, multiply_add, reciprocal};
 
-/// Arguments of `tanh`, up to which the polynomial is used.
+/// Largest argument of `tanh` for which the polynomial is used.
 const NEAR: f32 = 0.75;
 
-/// `2 log2 e`: `tanh x = 1 − 2 / (1 + exp2 y)` with `y = 2 log2 e · x`, in which products are scaled for the polynomial, too.
+/// Equals `2 log2 e`: `tanh x = 1 − 2 / (1 + exp2 y)` with `y = 2 log2 e · x`. The polynomial takes `y` too.
 const TO_POWER: f32 = 2.0 * std::f32::consts::LOG2_E;
 
-/// `tanh x / y` as a polynomial of `y²`, lowest power first: the best five coefficients for `|x| ≤ 0.75` by Remez's exchange. It is
-/// within 7e-7 of `tanh x` times itself, and within 8e-7 in f32.
+/// `tanh x / y` as a polynomial of `y²`, lowest power first: the best five coefficients for `|x| ≤ 0.75` by Remez's exchange. Its relative error is below
+/// 7e-7, and below 8e-7 in f32.
 const COEFFICIENTS: [f32; 5] = [
     0.346_573_38,
     -0.013_873_911,
@@ -24,10 +24,10 @@ const COEFFICIENTS: [f32; 5] = [
     9.327_073e-7,
 ];
 
-/// Numbers that are capped side by side, so that none waits for the instruction before its own.
+/// Numbers that are capped in parallel, so that none waits for the instruction before its own.
 const TOGETHER: usize = 4;
 
-/// The largest products of a unit so far, without their signs.
+/// Initialises the largest absolute products of a unit.
 #[cube]
 pub fn no_products() -> Array<f32> {
     let mut largest = Array::<f32>::new(TOGETHER);
@@ -38,7 +38,7 @@ pub fn no_products() -> Array<f32> {
     largest
 }
 
-/// The same with some more.
+/// Updates the largest absolute products.
 #[cube]
 pub fn with_products<S: Size>(largest: &mut Array<f32>, s: Vector<f32, S>) {
     #[unroll]
@@ -57,7 +57,7 @@ pub fn any_far(largest: &Array<f32>, cap_scale: f32) -> bool {
     above_any(u32::cast_from(far)) != 0u32
 }
 
-/// Softcaps products: `softcap · tanh x`, with `x = product · cap_scale / 2 log2 e`. By the polynomial all of them have to be `near`.
+/// Softcaps products: `softcap · tanh x`, with `x = product · cap_scale / 2 log2 e`. With `near`, uses the polynomial, for which all products must be near.
 #[cube]
 pub fn softcap_products<S: Size>(
     s: &mut Vector<f32, S>,
@@ -82,7 +82,7 @@ pub fn softcap_products<S: Size>(
     }
 }
 
-/// Softcaps [`TOGETHER`] products by the polynomial, from number `first` on.
+/// Softcaps [`TOGETHER`] products from index `first` on with the polynomial.
 #[cube]
 fn softcap_near<S: Size>(
     s: &mut Vector<f32, S>,

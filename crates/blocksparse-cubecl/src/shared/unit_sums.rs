@@ -1,20 +1,20 @@
-//! Sums over the units of a cube that come before a unit, and over all.
+//! Prefix sums over the units of a cube, with the total.
 
-// A kernel's numbers have no such methods.
+// Slices in kernels do not have the methods that Clippy suggests.
 #![allow(clippy::needless_range_loop)]
 
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-/// Units that are added up together where there are no planes.
+/// Units whose numbers are added up as a group, without planes.
 const TOGETHER: usize = 16;
 
-/// How units add up what each has.
+/// How units compute prefix sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnitSums {
-    /// Units of a cube, a power of two, and no fewer than are added up together.
+    /// Units per cube: a power of two, at least a group.
     units: usize,
-    /// Units of a plane, 1 on a device without plane operations.
+    /// Units per plane, 1 on a device without plane operations.
     plane: usize,
 }
 
@@ -25,7 +25,7 @@ impl UnitSums {
         let has_planes = properties.features.plane.contains(Plane::Ops)
             && hardware.plane_size_min == hardware.plane_size_max
             && plane.is_power_of_two()
-            // A plane adds up what all planes have.
+            // A single plane adds up the totals of all planes.
             && units <= plane * plane
             && plane <= units;
         Self {
@@ -38,7 +38,7 @@ impl UnitSums {
         self.plane > 1
     }
 
-    /// Words that units leave for others.
+    /// Words of shared memory for the exchange.
     pub fn partial(&self) -> usize {
         match self.by_planes() {
             true => 2 * self.units / self.plane,
@@ -47,7 +47,7 @@ impl UnitSums {
     }
 }
 
-/// The sum of what units of a plane have up to a unit.
+/// Returns the inclusive prefix sum within a plane.
 #[cube]
 fn up_to(x: u32, lane: usize, #[comptime] plane: usize) -> u32 {
     let mut sum = x;
@@ -59,8 +59,8 @@ fn up_to(x: u32, lane: usize, #[comptime] plane: usize) -> u32 {
     sum
 }
 
-/// What units before a unit have, and what all have. With planes even and odd `step`s have a half of `partial` each, so that none overwrites what another unit
-/// still reads.
+/// Returns the sum over the units before this one, and over all. With planes, even and odd `step`s use a half of `partial` each, so that no unit overwrites
+/// what another still reads.
 #[cube]
 pub fn before_and_all(
     x: u32,

@@ -1,5 +1,5 @@
-//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance; and the gradient of biases of distances,
-//! which is a sum over diagonals, too.
+//! Sums of weights along lines: over the queries of each key, and over the pairs at each distance. Also the gradient of the table of distances, which is a
+//! sum over diagonals.
 
 use cubecl::prelude::*;
 
@@ -14,12 +14,12 @@ use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::{LOW, ScoreInputs};
 use blocksparse::lines::Line;
 
-/// Where the parts of a line plan's words begin: `lines::LineSections` on the device.
+/// Offsets of a line plan's sections: `lines::LineSections` on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct LineParts {
-    /// First line, first segment and segments of each head.
+    /// First line, first segment and number of segments of each head.
     pub heads: usize,
-    /// Segments before each line.
+    /// Number of segments before each line.
     pub lines: usize,
     /// Segments.
     pub segments: usize,
@@ -27,11 +27,11 @@ pub struct LineParts {
     pub tiles: usize,
     /// Masks.
     pub masks: usize,
-    /// Words between the heads of two batch entries: 0 if all share one layout.
+    /// Words between the heads of two batch entries, 0 if all share one layout.
     pub batch: usize,
 }
 
-/// The sums of a tile's line: its columns, or twice its side for the diagonals and one more.
+/// Returns the number of sums of a tile's line: its columns, or twice its side, which is one more than its diagonals.
 pub fn line_width(line: Line, side: usize) -> usize {
     match line {
         Line::Columns => side,
@@ -39,13 +39,13 @@ pub fn line_width(line: Line, side: usize) -> usize {
     }
 }
 
-/// Fours of each of the two sets of rows that are in shared memory.
+/// Vectors of four in shared memory for each of the two sets of rows.
 pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
     let values = if gradient { pitch(tile.value_dim) } else { 0 };
     tile.rows * pitch(tile.head_dim).max(values)
 }
 
-/// What gradients of scores are made of besides queries and keys.
+/// Inputs of the gradients of scores besides queries and keys.
 #[derive(CubeType, CubeLaunch)]
 pub struct GradientInputs<T: CubePrimitive> {
     /// `[batch, kv_heads, seq_kv, value_dim]`
@@ -54,29 +54,29 @@ pub struct GradientInputs<T: CubePrimitive> {
     pub grad_out: RowTensor<T>,
 }
 
-/// What is summed.
+/// Compile-time parameters of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumsConfig {
-    /// Gradients of scores in the place of weights.
+    /// Whether to sum gradients of scores instead of weights.
     pub gradient: bool,
     pub line: Line,
     pub tile: Tile,
 }
 
-/// One cube for each segment of each head:
+/// Sums along lines, with one cube per segment of each head:
 ///
 /// ```text
-/// sum = 0                                     a number for each pair of a tile
+/// sum = 0                                     one per pair of a tile
 /// for each tile of the segment:
 ///     s    = scale · q · kᵀ                   softcap, biases
-///     sum += exp(s − lse)                     of allowed pairs
-/// sums = sum over rows, or over diagonals     each in the order of rows
+///     sum += exp(s − lse)                     allowed pairs only
+/// sums = Σ sum over columns or diagonals      in the order of rows
 /// ```
 ///
-/// With `gradient` it is `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, in the place of the weights, and `lse` is the stats of the
-/// backward kernel, with slopes from number `slopes_at` on and biases of distances behind them.
+/// With `gradient`, the sum is over `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, instead of the weights. Then `lse` is the stats of the
+/// backward kernel, with slopes from element `slopes_at` on, followed by the table of distances.
 ///
-/// `q`, `k` as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
+/// `q` and `k` are as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn attention_sums<E: Float, A: Float, N: Size>(
     q: RowTensor<Vector<E, N>>,
@@ -101,7 +101,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
     let batch = batch_of(&schedule.slice);
     let head_row = batch * schedule.slice.heads + head;
     let kv_head = head / heads_per_kv;
-    // Queries and keys, and after them what their gradients are made of.
+    // Queries and keys, and with `gradient` later dO and values in the same memory.
     let fours = comptime!(row_fours(&t, config.gradient));
     let mut a_tile = Shared::<[Vector<A, Four>]>::new_slice(fours);
     let mut b_tile = Shared::<[Vector<A, Four>]>::new_slice(fours);
@@ -203,7 +203,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
                     + unit.x * 4 / 32;
                 bits = (plan.words[word] >> (unit.x * 4 % 32) as u32) & 15u32;
             }
-            // Rows without keys have lse −∞, and no bits.
+            // Rows without keys have lse −∞ and no mask bits.
             let query = first_row + row;
             let at = head_row * lengths.queries + query.min(lengths.queries - 1);
             let log = lse[at * comptime!(if config.gradient { 2usize } else { 1usize })];
@@ -242,11 +242,11 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
     store_line(sums, &pairs, segment, config.line, t);
 }
 
-/// What a launch sums of a layout.
+/// Line plan and slice of a launch.
 #[derive(CubeType, CubeLaunch)]
 pub struct LineSchedule {
     pub plan: PlanWords,
-    /// Where the parts of the plan begin.
+    /// Offsets of the plan's sections.
     pub parts: LineParts,
     pub slice: Slice,
 }
@@ -254,13 +254,13 @@ pub struct LineSchedule {
 /// The cube's segment.
 #[derive(CubeType, Clone, Copy)]
 struct Segment {
-    /// Its first tile,
+    /// Its first tile.
     first: usize,
-    /// and how many it has.
+    /// Number of its tiles.
     tiles: usize,
 }
 
-/// A head may have fewer segments than another.
+/// Returns the cube's segment, which is empty if its head has fewer segments than another.
 #[cube]
 fn segment_of_cube(schedule: &LineSchedule, batch: usize, head: usize) -> Segment {
     let words = &schedule.plan.words;
@@ -276,7 +276,7 @@ fn segment_of_cube(schedule: &LineSchedule, batch: usize, head: usize) -> Segmen
     Segment { first, tiles }
 }
 
-/// Sums a tile's pairs along lines.
+/// Sums a tile's pairs along lines and stores them.
 #[cube]
 fn store_line<A: Float>(
     sums: &mut [A],
@@ -291,7 +291,7 @@ fn store_line<A: Float>(
     while at < width {
         let mut total = A::new(0.0);
         for row in 0..side {
-            // Element (row, column) of a tile is of its diagonal side − 1 + row − column.
+            // Element (row, column) of a tile is on its diagonal side − 1 + row − column.
             let mut column = at;
             if comptime!(matches!(line, Line::Diagonals)) {
                 column = side - 1 + row - at.min(side - 1 + row);
@@ -308,10 +308,10 @@ fn store_line<A: Float>(
     }
 }
 
-/// Adds up the segments of each line: `out` `[batch, heads, length]`, of which `total` elements. Element `x` of a head is column `x`, or the
-/// diagonal `x + offset` of the lines' tiles, counted from the upper right corner of the last key tile.
+/// Adds up the segments of each line into `out` `[batch, heads, length]` of `total` elements. Element `x` of a head is column `x`, or the diagonal
+/// `x + offset` of the lines' tiles, counted from the upper right corner of the last key tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+#[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 pub fn add_segments<A: Float>(
     sums: &[A],
     out: &mut [A],
@@ -355,11 +355,12 @@ pub fn add_segments<A: Float>(
     }
 }
 
-/// Units that share a distance's sum.
+/// Units that share the sum of a distance.
 pub const FOLD_UNITS: usize = 64;
 
-/// The gradient of biases of distances, `table` `[own_heads, 2 · reach + 1]`, of `diagonals` `[batch, heads, length]`: a cube for each of its numbers. Batch
-/// entries, heads that share it and, at both ends, distances beyond the reach are added up: each unit every [`FOLD_UNITS`]-th of them, then the units in order.
+/// Computes the gradient of the table of distances, `table` `[own_heads, 2 · reach + 1]`, from `diagonals` `[batch, heads, length]`, with one cube per
+/// element. It sums over batch entries, over heads that share the table and, at both ends, over distances beyond the reach. Each unit adds every
+/// [`FOLD_UNITS`]-th term, then the units' sums are added in order.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn fold_distances<A: Float>(
     diagonals: &[A],
@@ -375,7 +376,7 @@ pub fn fold_distances<A: Float>(
     let at = CUBE_POS;
     let width = 2 * reach + 1;
     if at < own_heads * width {
-        // Element x is of the distance key − query = seq_q − 1 − x.
+        // Element x belongs to the distance key − query = seq_q − 1 − x.
         let zero = seq_q - 1;
         let index = at % width;
         let mut first = 0usize;

@@ -19,32 +19,32 @@ use crate::shared::score::ScoreInputs;
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct MainloopLengths {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Query heads to a head of keys.
+    /// Query heads per head of keys.
     pub heads_per_kv: usize,
-    /// Stored blocks of a batch entry.
+    /// Stored blocks per batch entry.
     pub weight_blocks: usize,
-    /// The vector where dV begins.
+    /// Vector of `out` at which dV begins.
     pub second: usize,
-    /// The number of the stats where ALiBi's slopes begin.
+    /// Element of the stats at which the ALiBi slopes begin.
     pub slopes: usize,
-    /// Tiles of a head.
+    /// Tiles per head.
     pub tiles: usize,
 }
 
-/// What a mainloop writes.
+/// Outputs of a mainloop. Which of them it writes depends on the tile.
 #[derive(CubeType, CubeLaunch)]
 pub struct MainloopOutputs<E: Float, A: Float, N: Size> {
-    /// The gradient of the bias,
+    /// Gradient of the bias.
     pub bias: ComptimeOption<Box<[A]>>,
-    /// sums of dQ,
+    /// Sums of dQ.
     pub sums: ComptimeOption<Box<[Vector<A, Four>]>>,
-    /// or out1 and from vector `second` on out2, both contiguous.
+    /// out1, followed from vector `second` by out2, both contiguous.
     pub out: Box<[Vector<E, N>]>,
 }
 
-/// One kernel for both mainloops. `a` are the tile's own rows, `b` the gathered ones:
+/// One kernel for both mainloops. `a` are the tile's own rows, `b` the gathered rows:
 ///
 /// ```text
 ///            a1  a2   b1  b2        s  = scale · a1 · b1ᵀ      p  = exp(s − lse)
@@ -52,22 +52,22 @@ pub struct MainloopOutputs<E: Float, A: Float, N: Size> {
 /// columns    k   v    q   dO        out1 += ds · b1            out2 += p · b2   (columns only)
 /// ```
 ///
-/// In a loop over columns s, p, dp and ds are the transposes. `out1 · scale` is dQ or dK, `out2` is dV.
-/// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, before biases are added to it. With dropout p in
-/// `p · b2`, and dp, have the factors of the forward pass. The stored weights, if there are any, take the place of `exp(s − lse)`.
+/// In a loop over columns, s, p, dp and ds are transposed. `out1 · scale` is dQ or dK, and `out2` is dV. With a softcap, `ds` has the factor
+/// `1 − (s / softcap)²`, where s is softcapped but without biases. With dropout, dp and the p in `p · b2` have the factors of the forward pass. Stored
+/// weights, if there are any, replace `exp(s − lse)`.
 ///
-/// With a threshold a step whose weights are all below `exp(−threshold)`, of a plane's pairs, needs nothing but s.
+/// With a threshold, a step computes only s if all weights of a plane's pairs are below `exp(−threshold)`.
 ///
-/// Key heads serve `heads_per_kv` query heads: a loop over columns goes through all of them.
+/// A head of keys serves `heads_per_kv` query heads, and a loop over columns goes through all of them.
 ///
-/// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a loop over rows adds it
-/// pair by pair, a loop over columns, where all queries share a row of the bias, a sum for each key. Batch entries and heads that share
-/// a bias are launched one after the other, in a slice each, so that every element has one writer at a time.
+/// With `t.bias_gradient`, the kernel computes the gradient of the bias instead, which is `ds` without the softcap's factor. A loop over rows adds it pair
+/// by pair. If all queries share a row of the bias, a loop over columns adds a sum per key. Batch entries and heads that share a bias are launched one
+/// after the other, in a slice each, so that every element has one writer at a time.
 ///
-/// With `t.fused` a loop over columns makes dQ, too. A cube computes the tiles of a group one after the other: see [`rank_of`]. Each group has
-/// `sums` of dQ of its own, `[groups, batch, heads, seq_q, fours]`, to which only this cube adds: [`finish`] sums them up.
+/// With `t.fused`, a loop over columns computes dQ too. A cube computes the tiles of a group one after the other: see [`rank_of`]. Each group has its own
+/// `sums` of dQ, `[groups, batch, heads, seq_q, fours]`, to which only this cube adds. [`finish`] adds them up.
 ///
-/// `stats` have from number `slopes` on the ALiBi slopes, and further on the biases of distances.
+/// The ALiBi slopes begin at element `slopes` of `stats`, followed by the table of distances.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn backward<E: Float, A: Float, N: Size>(
     operands: MainloopOperands<RowTensor<Vector<E, N>>>,
@@ -100,7 +100,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     let mut b2_tile =
         Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.cols() * pitch(t.value_dim)));
     let mut ds_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(t.rows * t.weight_pitch()));
-    // A fused mainloop has its weights and ds in one tile, one after the other.
+    // A fused mainloop keeps its weights and then ds in the same memory.
     let p_len = comptime!(if columns && !t.fused {
         t.rows * t.weight_pitch()
     } else {
@@ -108,7 +108,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     });
     let mut p_tile = Shared::<[Vector<A, Four>]>::new_slice(p_len);
 
-    // The tile is the same for all heads of the group; a rank is of the first one.
+    // All heads of the group have the same tile. Its rank is looked up in the first head.
     let mut turns = 1usize;
     let mut first_head = outer;
     let mut a_head = outer;
@@ -124,7 +124,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         1
     }));
     let mut key_sums = no_numbers::<A>(t.unit_rows);
-    // A fused pass has a cube for a group of tiles, and sums of dQ for each group.
+    // A fused pass has one cube per group of tiles, and sums of dQ for each group.
     let group_rows = CUBE_POS_X as usize * schedule.slice.batches * heads * b_len;
     if comptime!(t.fused) {
         let first = group_rows + (batch * heads + first_head) * b_len;
@@ -140,7 +140,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
         let mut rank = CUBE_POS_X as usize;
         if comptime!(t.fused) {
             rank = rank_of(rank, round);
-            // The tile before reads its keys to the end.
+            // All units must have read the previous tile's keys.
             sync_cube();
         }
         let own = tile_steps(&schedule, batch, first_head, rank, t);
@@ -328,7 +328,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Writes the unit's rows of out1 and out2, or adds them to what is there.
+/// Writes the unit's rows of out1 and out2, or adds them to the present values.
 #[cube]
 fn store_gradients<E: Float, A: Float, N: Size>(
     out: &mut [Vector<E, N>],

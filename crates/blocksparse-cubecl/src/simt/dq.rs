@@ -1,4 +1,4 @@
-//! dQ of the fused backward pass: what a loop over columns adds to the sums of a group of tiles, and dQ from the sums of all groups.
+//! dQ of the fused backward pass: a loop over columns adds to the sums of a group of tiles, and a second kernel adds the sums of all groups.
 
 use std::cmp::Reverse;
 
@@ -10,21 +10,21 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use blocksparse::plan::EMPTY;
 
-/// How the fours of a step's dQ, `[columns, head_dim]`, are dealt to units: neighbours have neighbouring fours of a row.
+/// How a step's dQ, `[columns, head_dim]`, is distributed over units, in vectors of four. Neighbouring units have neighbouring vectors of a row.
 #[derive(Clone, Copy)]
 struct Deal {
-    /// Units side by side.
+    /// Units along a row, a power of two.
     lanes: usize,
-    /// Fours of a row that a unit has, `lanes` apart.
+    /// Vectors per unit in a row, `lanes` apart.
     fours: usize,
-    /// Rows of units: a power of two, as `lanes`.
+    /// Rows of units, a power of two.
     groups: usize,
-    /// Fours of columns that a unit has, `groups` apart.
+    /// Groups of four columns per unit, `groups` apart.
     columns: usize,
 }
 
 impl Deal {
-    /// The one that leaves the fewest units without work, and of those the one that reads least.
+    /// Returns the distribution with the fewest idle units, and among those the fewest reads.
     fn new(t: &Tile) -> Self {
         let row = fours(t.head_dim);
         let most = t.units().min(row.next_power_of_two());
@@ -45,14 +45,14 @@ impl Deal {
         deals.min_by_key(cost).expect("there is a unit")
     }
 
-    /// Fours of a unit.
+    /// Vectors of four per unit.
     fn len(&self) -> usize {
         4 * self.columns * self.fours
     }
 }
 
-/// Tiles of a group that is one of as many as the grid is wide. The tiles of a head, those with most steps first, are dealt to the groups
-/// to and fro, so that groups have the same work.
+/// Returns the number of tiles of a group. There are as many groups as the grid is wide. The tiles of a head, those with most steps first, are distributed
+/// over the groups in alternating order, which balances their work.
 #[cube]
 pub fn rounds_of(group: usize, tiles: usize) -> usize {
     let groups = CUBE_COUNT_X as usize;
@@ -63,7 +63,7 @@ pub fn rounds_of(group: usize, tiles: usize) -> usize {
     rounds
 }
 
-/// The rank of a group's tile of a round.
+/// Returns the rank of a group's tile in a round.
 #[cube]
 pub fn rank_of(group: usize, round: usize) -> usize {
     let groups = CUBE_COUNT_X as usize;
@@ -92,11 +92,11 @@ pub fn clear<A: Float>(
     sync_storage();
 }
 
-/// Waits for all units of the cube. In a fused pass a step may add to rows to which other units have added before.
+/// Waits for all units of the cube. In a fused pass, a step may add to rows to which other units have added before.
 #[cube]
 pub fn sync_step(#[comptime] t: Tile) {
     sync_cube();
-    // A single entry has the same rows for the same units in every step.
+    // With a single entry, a row belongs to the same unit in every step.
     if comptime!(t.fused && t.entries() > 1) {
         sync_storage();
     }
@@ -112,7 +112,7 @@ pub fn clear_rows<A: Float>(ds: &mut Shared<[Vector<A, Four>]>, unit: &Unit, #[c
     }
 }
 
-/// The first of a unit's fours of columns.
+/// Returns the first of a unit's groups of four columns.
 #[cube]
 fn first_column(#[comptime] t: Tile) -> usize {
     let deal = comptime!(Deal::new(&t));
@@ -124,7 +124,7 @@ fn first_column(#[comptime] t: Tile) -> usize {
     first
 }
 
-/// Whether a unit has columns, and the four `f` of its own is one of a row.
+/// Whether a unit has columns, and its vector `f` is within the row.
 #[cube]
 fn has_four(#[comptime] f: usize, #[comptime] t: Tile) -> bool {
     let deal = comptime!(Deal::new(&t));
@@ -139,7 +139,7 @@ fn has_four(#[comptime] f: usize, #[comptime] t: Tile) -> bool {
     has
 }
 
-/// Whether the entry of a four of columns is one of the tile's: what fills up a step may name the queries of another entry.
+/// Whether the entry of a group of four columns belongs to the tile. Padding entries of a step may repeat the queries of another entry.
 #[cube]
 fn is_kept(plan: &PlanWords, entry: usize, column: usize, #[comptime] t: Tile) -> bool {
     let mut kept = true.runtime();
@@ -150,7 +150,7 @@ fn is_kept(plan: &PlanWords, entry: usize, column: usize, #[comptime] t: Tile) -
     kept
 }
 
-/// The `i`-th four of columns of a unit.
+/// The `i`-th group of four columns of a unit.
 #[derive(CubeType, Clone, Copy)]
 struct Columns {
     span: Span,
@@ -167,14 +167,14 @@ fn columns(plan: &PlanWords, entry: usize, #[comptime] i: usize, #[comptime] t: 
     }
 }
 
-/// A four of the sums.
+/// Location of a vector of the sums.
 #[derive(CubeType, Clone, Copy)]
 struct Place {
     at: usize,
     exists: bool,
 }
 
-/// The unit's `f`-th four of the row of column `j` of four, those of a head beginning at row `first` and being `len`.
+/// Returns the location of the unit's vector `f` in the row of column `j` of four. The rows of the head begin at row `first` and are `len`.
 #[cube]
 fn four_of(
     columns: &Columns,
@@ -193,7 +193,7 @@ fn four_of(
     }
 }
 
-/// The sums of the unit's part of a step's dQ, `[columns, fours]`, those of a head beginning at row `first`; 0 beyond its `len` rows.
+/// Reads the sums of the unit's part of a step's dQ, `[columns, fours]`, with 0 beyond the head's `len` rows. The rows of the head begin at row `first`.
 #[cube]
 pub fn read<A: Float>(
     sums: &ComptimeOption<Box<[Vector<A, Four>]>>,
@@ -224,7 +224,7 @@ pub fn read<A: Float>(
     dq
 }
 
-/// `dq += dsᵀ · keys`, the unit's part of it, from ds `[keys, columns]` and the tile's own rows.
+/// Adds the unit's part of `dsᵀ · keys` to `dq`, with ds `[keys, columns]` and the tile's own rows.
 #[cube]
 pub fn add_product<A: Float>(
     ds: &Shared<[Vector<A, Four>]>,
@@ -273,7 +273,7 @@ pub fn add_product<A: Float>(
     }
 }
 
-/// Writes what [`read`] has read and [`add_product`] added to.
+/// Writes back what [`read`] returned, after [`add_product`].
 #[cube]
 pub fn write<A: Float>(
     sums: &mut ComptimeOption<Box<[Vector<A, Four>]>>,
@@ -301,7 +301,8 @@ pub fn write<A: Float>(
     }
 }
 
-/// dQ, `[rows, dim]`: the sums of all groups, in order, scaled; with `carry` added to what is there. A unit has a four of a row.
+/// Computes dQ, `[rows, dim]`, as the scaled sum over all groups in order. With `carry` it is added to the present values. A unit has a vector of four of a
+/// row.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn finish<E: Float, A: Float, N: Size>(
     sums: &[Vector<A, Four>],

@@ -1,4 +1,4 @@
-//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), made again wherever it is needed.
+//! Dropout of weights: the mask of [`Dropout`](blocksparse::Dropout), recomputed wherever it is needed.
 
 use cubecl::prelude::*;
 
@@ -6,7 +6,7 @@ use super::score::{Positions, pair_at};
 use super::tile::*;
 use crate::shared::dropout::{DropoutArgs, kept_eight};
 
-/// The factors of the unit's pairs, `[unit_rows · 4]`, that of what is kept or 0; without dropout none.
+/// Returns the dropout factors of the unit's pairs, `[unit_rows · 4]`: that of kept pairs, or 0. Unset without dropout.
 #[cube]
 pub fn factors<A: Float>(
     dropout: &DropoutArgs<InputScalar>,
@@ -21,7 +21,7 @@ pub fn factors<A: Float>(
     let (mask, batch, head) = (&dropout.mask, batch as u32, head as u32);
     let factor = dropout.factor.get::<A>();
     let zero = A::new(0.0);
-    // Eight keys side by side have one counter, unless they are listed by residue class.
+    // Eight consecutive keys share a counter, unless positions are listed by residue class.
     if comptime!(!t.residue && !t.columns()) {
         #[unroll]
         for i in 0..rows {

@@ -14,20 +14,22 @@ use crate::shared::biases::ScoreBiases;
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::score::{LOW, ScoreInputs};
 
+/// Computes a tile of queries:
+///
 /// ```text
 /// m = −∞  l = 0  o = 0                         per row of the tile
 /// for each step:
 ///     s  = scale · q · kᵀ                      softcap, biases, masked pairs to LOW
-///     next step if s < m − threshold           of all pairs of a unit's rows, and a threshold is given
+///     next step if s < m − threshold           with a threshold, if it holds for all pairs of the unit's rows
 ///     m' = max(m, max(s))
 ///     p  = exp(s − m')                         a = exp(m − m')
-///     l  = a · l + Σ p                         o = a · o + p · v      with dropout, of the p that are kept
+///     l  = a · l + Σ p                         o = a · o + p · v      dropout sets some p of this product to 0
 /// out = o / l        lse = m + ln l            rows without keys: 0 and −∞
 /// ```
 ///
-/// With `max_scores` the largest score of each row is written, too: it is kept apart from `m`, which begins at the lse of the parts before.
+/// With `max_scores`, each row's largest score is written too. It is separate from `m`, which begins at the lse of earlier parts.
 ///
-/// `q` `[batch, heads, seq_q, head_dim]`, `k`, `v` `[batch, kv_heads, seq_kv, ·]`; `weights` `[batch, blocks, b, b]`, zeroed before.
+/// `q` is `[batch, heads, seq_q, head_dim]`, `k` and `v` are `[batch, kv_heads, seq_kv, ·]`. `weights` is `[batch, blocks, b, b]` and holds zeros before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn forward<E: Float, A: Float, N: Size>(
     inputs: Qkv<RowTensor<Vector<E, N>>>,
@@ -114,7 +116,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
         let halves = needed(bits, masked, unit.x, t);
         if halves != 0u32 {
             let mut s = product_rows(&q_tile, &k_tile, &unit, dims[0], t);
-            // Behind the product, which has no registers for them.
+            // After the product, which leaves no registers for them.
             set_columns(&mut positions, plan, entry, &unit, t);
             score_products::<E, A>(&mut s, &of_head, &biases, &positions, &lengths, t);
             if masked {
@@ -173,7 +175,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Makes scores of the unit's products.
+/// Turns the unit's products into scores.
 #[cube]
 fn score_products<E: Float, A: Float>(
     s: &mut Array<A>,
@@ -188,7 +190,7 @@ fn score_products<E: Float, A: Float>(
     add_biases(s, &sums, t);
 }
 
-/// Sets the scores of pairs that are not computed to [`LOW`].
+/// Sets the scores of pairs that are not allowed to [`LOW`].
 #[cube]
 fn mask<A: Float>(s: &mut Array<A>, bits: u32, #[comptime] t: Tile) {
     #[unroll]

@@ -1,8 +1,8 @@
-//! Whether a call gets the fused backward pass, and its shape.
+//! The choice of the fused backward pass, and its shape.
 //!
-//! One loop over columns computes s and dp once for all three gradients: five products a pair where two mainloops have seven. Its tiles add to
-//! rows of dQ that they share. Each of a few groups of tiles has a cube, which computes them one after the other, and sums of dQ of its
-//! own: one writer for each number, in a fixed order, and no waiting. The price is memory, a dQ in the type of sums for each group.
+//! One loop over columns computes s and dp once for all three gradients: five products per pair, where two mainloops have seven. Its tiles add to shared
+//! rows of dQ. There are a few groups of tiles. Each group has a cube, which computes its tiles one after the other, and its own sums of dQ. So each
+//! element has one writer, the order is fixed, and no cube waits. The cost is memory: a dQ in the accumulator type per group.
 
 use cubecl::ir::features::Plane;
 
@@ -16,7 +16,7 @@ use blocksparse::BlockLayout;
 /// The fused backward pass of a part.
 #[derive(Clone, Copy, Debug)]
 pub struct Fused {
-    /// Of the loop over columns.
+    /// Tile of the loop over columns.
     pub tile: Tile,
     /// Groups of a head's tiles.
     pub groups: usize,
@@ -24,20 +24,20 @@ pub struct Fused {
     pub bytes: usize,
 }
 
-/// The greatest width of the fused pass: of those on GPUs it was compared with the two mainloops.
+/// Largest width of the fused pass. Up to it, the fused pass was compared with the two mainloops on GPUs.
 const MOST_WIDTH: usize = 128;
-/// Kept keys of a query, for each group, below which two mainloops are taken: clearing and adding up the sums of a group takes as long as the
-/// products that it saves with this many, on a card with 15 multiply-adds in f32 to a byte of memory, twice over.
+/// Keys per query, for each group, below which two mainloops are used. Clearing and adding up a group's sums moves them through memory twice. That takes as
+/// long as the products that the fused pass saves with this many keys, on a card with 15 f32 multiply-adds per byte of memory.
 const LEAST_KEYS: f64 = 48.0;
-/// Units of a multiprocessor that kernels of this size have registers for.
+/// Units of a multiprocessor for which kernels of this size have registers.
 const RESIDENT_UNITS: usize = 384;
-/// Iterations after which Mesa's software devices end all loops of a unit. They have no plane operations, and nothing else tells them from GPUs.
+/// Iterations after which Mesa's software devices end all loops of a unit. They have no plane operations, and nothing else distinguishes them from GPUs.
 const MOST_ITERATIONS: usize = u16::MAX as usize;
-/// Multiprocessors of a device that does not say how many it has.
+/// Assumed number of multiprocessors if the device does not report it.
 const MULTIPROCESSORS: u32 = 16;
 
 impl Fused {
-    /// As plans print it.
+    /// Returns its description in printed plans.
     pub fn describe(&self, accumulator: usize) -> String {
         format!(
             "{}, {} groups with {} MiB of sums of dQ",
@@ -53,7 +53,7 @@ fn most_bytes() -> usize {
     Tuning::or_default().simt_sums.saturating_mul(1 << 20)
 }
 
-/// Kept pairs of all heads of a layout, for each query of a head.
+/// Returns the average number of keys per query of a head.
 fn keys_of_query(layout: &BlockLayout) -> f64 {
     let blocks: usize = (0..layout.num_patterns())
         .map(|pattern| layout.pattern_blocks(pattern))
@@ -62,22 +62,22 @@ fn keys_of_query(layout: &BlockLayout) -> f64 {
     pairs / (layout.num_patterns() * layout.seq_q().max(1)) as f64
 }
 
-/// Iterations of a step's loops, at most: what is loaded, products over the width, those over columns, and dQ over the tile's rows.
+/// Upper bound of the iterations of a step's loops: loads, products over the width, those over columns, and dQ over the tile's rows.
 fn iterations_of_step(tile: &Tile) -> usize {
     let fours = fours(tile.head_dim) + fours(tile.value_dim);
     let loads = (tile.cols() * fours).div_ceil(tile.units());
     1 + loads + fours + 2 * tile.units_x + tile.rows
 }
 
-/// How much longer `cubes` take in rounds of `slots` than if they could be divided.
+/// Returns the factor by which `cubes` in rounds of `slots` take longer than with perfect division.
 fn idle(cubes: usize, slots: usize) -> f64 {
     (cubes.div_ceil(slots) * slots) as f64 / cubes.max(1) as f64
 }
 
-/// The fused pass of a part, or why two mainloops with these tiles are better.
+/// Returns the fused pass of a part.
 ///
 /// # Errors
-/// The reason.
+/// The reason why two mainloops with these tiles are used instead.
 pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'static str> {
     let (layout, request) = (part.layout, part.request);
     let forced = part.limit == TierLimit::SimtFused;
@@ -103,7 +103,7 @@ pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'stati
     let Some((cost, tile)) = cheapest(part, Kernel::BackwardColumns, true) else {
         return Err("no tile fits the shared memory of the device");
     };
-    // Of a group.
+    // Elements of a group's sums.
     let numbers =
         request.batch * layout.heads() * layout.seq_q() * tile.head_dim.next_multiple_of(4);
     let page = usize::try_from(part.properties.memory.max_page_size).unwrap_or(usize::MAX);
@@ -129,7 +129,7 @@ pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'stati
         .unwrap_or(MULTIPROCESSORS) as usize;
     let slots = resident * multiprocessors;
     let heads = request.batch * request.kv_heads;
-    // The least that leaves next to nothing idle.
+    // Take the fewest groups that leave almost nothing idle.
     let least = (1..=most)
         .map(|groups| idle(heads * groups, slots))
         .fold(f64::INFINITY, f64::min);
@@ -146,7 +146,7 @@ pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'stati
     if address(groups * numbers).is_err() {
         return Err("the sums of dQ are more than the device can index");
     }
-    // Two mainloops have three products of rows and four of columns.
+    // Two mainloops have three products over rows and four over columns.
     let of_mainloops = [(Kernel::BackwardRows, 3.0), (Kernel::BackwardColumns, 4.0)]
         .into_iter()
         .map(|(kernel, products)| {
@@ -156,7 +156,7 @@ pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'stati
     let [rows, columns] = mainloops.map(|tile| tile.rows);
     let cubes = request.batch * layout.heads() * layout.seq_q().div_ceil(rows);
     let other = heads * layout.seq_kv().div_ceil(columns);
-    // Many small cubes fill what the first leave, but for the last.
+    // Many small cubes fill the gaps of others, except in the last round.
     let mainloop_idle = (multiprocessors as f64 / cubes.min(other).max(1) as f64).max(1.0);
     if !forced && 5.0 * cost * idle(heads * groups, slots) >= of_mainloops * mainloop_idle {
         return Err("two mainloops should take less");

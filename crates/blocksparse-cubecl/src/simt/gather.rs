@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::tile::*;
 use crate::shared::addressing::*;
 
-/// Copies one four-wide piece of a row, widened to `A`; beyond `dim` it is 0.
+/// Loads four elements of a row, widened to `A`, with 0 beyond `dim`.
 #[cube]
 pub fn load_four<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
@@ -29,7 +29,7 @@ pub fn load_four<E: Float, A: Float, N: Size>(
     value
 }
 
-/// Writes four elements, narrowed to `E`; `row` is where the row begins, in vectors. The reverse of `load_four`.
+/// Stores four elements, narrowed to `E`. `row` is the start of the row in vectors. The reverse of `load_four`.
 #[cube]
 pub fn store_four<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
@@ -54,18 +54,18 @@ pub fn store_four<E: Float, A: Float, N: Size>(
     }
 }
 
-/// A tensor of which rows are loaded.
+/// Rows of a head in a tensor.
 #[derive(CubeType, Clone, Copy)]
 pub struct HeadRows {
-    /// Where its first row is, in vectors.
+    /// Start of the first row, in vectors.
     pub base: usize,
-    /// Vectors between rows.
+    /// Row stride in vectors.
     pub stride: usize,
-    /// Its rows; those beyond are 0.
+    /// Number of rows. Rows beyond are read as 0.
     pub len: usize,
 }
 
-/// The rows of a head.
+/// Returns the rows of a head.
 #[cube]
 pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> HeadRows {
     HeadRows {
@@ -75,12 +75,12 @@ pub fn rows_of(strides: &Strides, batch: usize, head: usize) -> HeadRows {
     }
 }
 
-/// Which rows are loaded.
+/// Which rows to load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Those of the cube's tile: see `row_place`.
+    /// The tile's own rows: see `row_place`.
     Own,
-    /// Those of a step, from its first entry on.
+    /// The rows of a step, from its first entry on.
     Gathered,
 }
 
@@ -93,19 +93,19 @@ impl Side {
     }
 }
 
-/// Rounds whose loads are under way together.
+/// Rounds whose loads are in flight at once.
 const TOGETHER: usize = 4;
 
-/// How the fours of the rows that are loaded are dealt to the units, round by round.
+/// How the loaded rows are distributed over the units in rounds, in vectors of four.
 #[derive(Clone, Copy)]
 struct Deal {
-    /// Of a row.
+    /// Vectors per row.
     fours: usize,
-    /// Of all rows.
+    /// Vectors of all rows.
     total: usize,
     rounds: usize,
     together: usize,
-    /// Whether every unit has one in every round.
+    /// Whether every unit has a vector in every round.
     exact: bool,
 }
 
@@ -125,7 +125,7 @@ impl Deal {
     }
 }
 
-/// Loads rows from word `first` on into shared memory, see `slot`.
+/// Loads the rows that plan word `first` begins into shared memory. See `slot` for their order.
 #[cube]
 pub fn load<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
@@ -164,7 +164,7 @@ pub fn load<E: Float, A: Float, N: Size>(
     }
 }
 
-/// `load` of two tensors, whose positions are looked up once if they are equally wide.
+/// Like `load`, for two tensors, whose positions are looked up once if they are equally wide.
 #[cube]
 pub fn load_both<E: Float, A: Float, N: Size>(
     source1: &[Vector<E, N>],
@@ -218,7 +218,7 @@ pub fn load_both<E: Float, A: Float, N: Size>(
     }
 }
 
-/// The positions that entry `index` of a step names.
+/// Returns the positions of entry `index` of a step.
 #[cube]
 fn entry_span(plan: &PlanWords, first: usize, index: usize, #[comptime] t: Tile) -> Span {
     let word = first + index * comptime!(t.entry_words());
@@ -226,7 +226,7 @@ fn entry_span(plan: &PlanWords, first: usize, index: usize, #[comptime] t: Tile)
     span_of(place, &plan.listing, t.residue)
 }
 
-/// The positions of a step with a single entry: they are looked up once.
+/// Returns the positions of a step with a single entry, which are looked up once.
 #[cube]
 fn only_span(plan: &PlanWords, first: usize, #[comptime] side: Side, #[comptime] t: Tile) -> Span {
     if comptime!(side == Side::Gathered && t.entries() == 1) {
@@ -239,7 +239,7 @@ fn only_span(plan: &PlanWords, first: usize, #[comptime] side: Side, #[comptime]
     }
 }
 
-/// The position of row `row` of those from word `first` on.
+/// Returns the position of row `row` among those that plan word `first` begins.
 #[cube]
 fn position_in(
     only: &Span,
@@ -260,8 +260,8 @@ fn position_in(
     }
 }
 
-/// Where a row lies in shared memory. Column `c` of a step is in slot `(c % 4) · units_x + c / 4`, so that the four
-/// columns of a unit are `units_x` slots apart and neighbouring units read neighbouring slots.
+/// Returns the slot of a row in shared memory. Column `c` of a step is in slot `(c % 4) · units_x + c / 4`, so the four columns of a unit are `units_x`
+/// slots apart, and neighbouring units read neighbouring slots.
 #[cube]
 fn slot(row: usize, #[comptime] side: Side, #[comptime] t: Tile) -> usize {
     if comptime!(side == Side::Own) {
@@ -271,7 +271,7 @@ fn slot(row: usize, #[comptime] side: Side, #[comptime] t: Tile) -> usize {
     }
 }
 
-/// [`load_four`] of a row, or 0 beyond the last one.
+/// Like [`load_four`], with 0 beyond the last row.
 #[cube]
 fn load_or_zero<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],

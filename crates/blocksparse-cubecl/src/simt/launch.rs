@@ -15,7 +15,7 @@ use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, Qk
 use crate::slices::Slice;
 use blocksparse::plan::Mainloop;
 
-/// Runs the forward pass over a part. With [`Tile::carry`] outputs hold the parts before.
+/// Runs the forward pass over a part. With [`Tile::carry`], the outputs must hold the result of earlier parts.
 ///
 /// # Errors
 /// [`KernelError`] if the launch plan is too large; then nothing was launched.
@@ -28,8 +28,8 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
     for slice in Slice::whole(request.batch, heads).cut(client) {
-        // SAFETY: a cube reads the entries that the plan has for its tile, reads and writes positions below the lengths in the strides, and the
-        // buffers have the lengths they say (see `buffer`).
+        // SAFETY: a cube reads the entries that the plan lists for its tile, and reads and writes positions below the lengths in the strides. The buffers
+        // have the stated lengths (see `buffer`).
         unsafe {
             forward::forward::launch_unchecked(
                 client,
@@ -63,7 +63,7 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     Ok(())
 }
 
-/// Runs both mainloops of the backward pass over a part, from the stats of all positions.
+/// Runs both mainloops of the backward pass over a part, with the stats of all positions.
 ///
 /// # Errors
 /// As [`launch_forward`].
@@ -81,10 +81,10 @@ pub fn launch_backward(
     Ok(())
 }
 
-/// Units of a cube that finishes dQ.
+/// Units per cube of the kernel that finishes dQ.
 const UNITS: u32 = 256;
 
-/// Runs the fused backward pass over a part, from the stats of all positions.
+/// Runs the fused backward pass over a part, with the stats of all positions.
 ///
 /// # Errors
 /// As [`launch_forward`].
@@ -109,7 +109,7 @@ pub fn launch_fused(
         fours: groups * fours,
     };
     launch_mainloop(pass, part, tile, stats, &operands, all, Some(owned))?;
-    // SAFETY: a unit reads its four of each group's sums and writes it; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads its vector of each group's sums and writes its vector of dQ. The buffers have the stated lengths (see `buffer`).
     unsafe {
         dq::finish::launch_unchecked(
             client,
@@ -130,18 +130,17 @@ pub fn launch_fused(
     Ok(())
 }
 
-/// The sums of dQ of a fused pass.
+/// Sums of dQ of a fused pass.
 #[derive(Clone, Copy)]
 struct GroupSums<'a> {
     handle: &'a Handle,
     /// Groups of tiles.
     groups: usize,
-    /// Fours of numbers of all groups.
+    /// Vectors of four of all groups.
     fours: usize,
 }
 
-/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share
-/// a row.
+/// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
 /// As [`launch_forward`].
@@ -163,7 +162,7 @@ pub fn launch_bias_gradient(
     Ok(())
 }
 
-/// One launch of the backward kernel, of a cube for each tile, or for each group of those that have sums of dQ.
+/// Launches the backward kernel, with a cube per tile, or per group of tiles if there are sums of dQ.
 fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
@@ -185,7 +184,7 @@ fn launch_mainloop(
     let [table_start, numbers] = options.stats_len(rows);
     let bias_grad = pass.gradients.bias.as_ref().filter(|_| tile.bias_gradient);
     for slice in slice.cut(client) {
-        // SAFETY: as for the forward pass; the sums have rows of all queries for each group, and the stats have slopes and the table behind their rows.
+        // SAFETY: as for the forward pass. The sums have rows of all queries for each group. The stats have the slopes and the table after their rows.
         unsafe {
             backward::backward::launch_unchecked(
                 client,

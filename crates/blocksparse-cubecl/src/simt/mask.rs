@@ -1,11 +1,11 @@
-//! Which pairs of a step are computed, and where stored weights are.
+//! Masks of a step's pairs, and locations of stored weights.
 
 use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::shared::addressing::*;
 
-/// The mask bits of a unit's pairs, those of row `i` and column `j` at `4i + j`; all set where a step has no mask.
+/// Returns the mask bits of a unit's pairs: row `i` and column `j` at bit `4i + j`. All bits are set if a step has no mask.
 #[cube]
 pub fn mask_bits(
     schedule: &Schedule,
@@ -36,10 +36,10 @@ pub fn mask_bits(
     bits
 }
 
-/// Which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits: on a diagonal half the
-/// planes have none. Without planes a step has barriers, at which all units have to meet.
+/// Returns which halves of a step's columns have any allowed pair in the rows of the unit's plane, as two bits. On a diagonal, half the planes have none.
+/// Without planes, both are needed, since a step has barriers that all units must reach.
 #[cube]
-#[allow(clippy::collapsible_if)] // What is known at compile time stays apart from what is not.
+#[allow(clippy::collapsible_if)] // Compile-time conditions stay separate from run-time ones.
 pub fn needed(bits: u32, masked: bool, unit_x: usize, #[comptime] t: Tile) -> u32 {
     let mut halves = 3u32;
     if comptime!(t.has_halves()) {
@@ -54,17 +54,17 @@ pub fn needed(bits: u32, masked: bool, unit_x: usize, #[comptime] t: Tile) -> u3
     halves
 }
 
-/// Where four stored weights are.
+/// Location of four stored weights.
 #[derive(CubeType, Clone, Copy)]
 pub struct WeightPlace {
-    /// Whether the entry names a block (and does not fill up a step).
+    /// Whether the entry is a block, and not padding of the step.
     pub kept: bool,
-    /// The first of the four elements.
+    /// Index of the first of the four elements.
     pub element: usize,
 }
 
-/// The stored weights of row `row` and the unit's four columns. In a loop over rows the columns are keys, one
-/// element apart; in a loop over columns they are queries, `b` elements apart.
+/// Returns the location of the stored weights of row `row` and the unit's four columns. In a loop over rows, the columns are keys, one element apart. In a
+/// loop over columns, they are queries, `b` elements apart.
 #[cube]
 pub fn weight_place(
     plan: &PlanWords,

@@ -1,9 +1,8 @@
 //! The `simt` tier: exact kernels on scalar multiply-adds, for any CubeCL runtime.
 //!
-//! A cube of `units_x × units_y` units computes a tile. Operands lie in shared memory in the accumulator's
-//! precision, in fours; a unit holds `unit_rows × 4` scores and `unit_rows × unit_fours` fours of the output in registers.
-//! What the units of a row exchange goes through shared memory, which on devices with plane
-//! operations needs no barrier of the whole cube.
+//! A cube of `units_x × units_y` units computes a tile. Operands are in shared memory in the accumulator's precision, in vectors of four. A unit keeps
+//! `unit_rows × 4` scores and `unit_rows × unit_fours` vectors of the output in registers. The units of a row exchange values through shared memory, which
+//! needs no barrier of the whole cube on devices with plane operations.
 
 pub(super) mod attention_sums;
 pub(super) mod backward;
@@ -32,12 +31,12 @@ use super::tuning::Tuning;
 use blocksparse::plan::{Grouping, Tiling};
 use tile::pitch;
 
-/// A shape that a tile may have, rows, columns and rows of a unit; and its speeds relative to the others on a large problem, at widths up to 64 and at
-/// larger ones, 0 if it is none for a kernel: of the forward pass, of the mainloops of the backward pass, and of the fused backward pass, on the scale of the
-/// mainloops, from instructions in the machine code and not from times.
+/// A candidate tile, as rows, columns and rows per unit, and its relative speeds on a large problem: of the forward pass, of the mainloops of the backward
+/// pass, and of the fused backward pass on the scale of the mainloops. Each speed is given for widths up to 64 and for larger ones, and 0 if the tile is
+/// not used. The fused speeds are from instruction counts in the machine code, not from timings.
 struct Candidate([usize; 3], [[f64; 2]; 3]);
 
-/// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
+/// Larger tiles read less shared memory per multiply-add. More cubes of smaller tiles fit a multiprocessor.
 const CANDIDATES: [Candidate; 10] = [
     Candidate([128, 64, 8], [[0.96, 1.0], [1.0, 1.0], [1.0, 1.0]]),
     Candidate([64, 64, 8], [[0.0; 2], [0.0; 2], [0.99, 0.8]]),
@@ -48,11 +47,11 @@ const CANDIDATES: [Candidate; 10] = [
     Candidate([16, 16, 2], [[0.25; 2], [0.25; 2], [0.25; 2]]),
     Candidate([16, 8, 1], [[0.15; 2], [0.15; 2], [0.15; 2]]),
     Candidate([8, 8, 1], [[0.1; 2], [0.1; 2], [0.1; 2]]),
-    // Rows of 256 in 32 KB.
+    // Fits rows of 256 elements in 32 KB.
     Candidate([8, 4, 1], [[0.05; 2], [0.05; 2], [0.05; 2]]),
 ];
 
-/// Bytes of shared memory of a cube.
+/// Returns the bytes of shared memory of a cube.
 pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let own = pitch(tile.head_dim)
         + match kernel {
@@ -71,16 +70,16 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
         Kernel::BackwardColumns if !tile.score.bias => 1,
         _ => product::scratch_len(*tile),
     };
-    // The compiler may align each of the up to seven arrays.
+    // The compiler may align each of up to seven arrays to 16 bytes.
     (fours * 4 + scratch) * accumulator + 7 * 16
 }
 
-/// `BLOCKSPARSE_SIMT_TILE=ROWSxCOLSxUNIT_ROWS` leaves one candidate: for measuring them.
+/// Returns the only candidate to use, if `BLOCKSPARSE_SIMT_TILE=ROWSxCOLSxUNIT_ROWS` sets one for measuring.
 fn forced() -> Option<[usize; 3]> {
     Tuning::or_default().simt_tile
 }
 
-/// How a plan is cut for a tile.
+/// Returns the tiling of a tile's plan.
 pub fn tiling(tile: &Tile) -> Tiling {
     Tiling {
         places: tile.store.is_some(),
@@ -89,7 +88,7 @@ pub fn tiling(tile: &Tile) -> Tiling {
     }
 }
 
-/// A tile as plans print it, with sums of `accumulator` bytes.
+/// Returns a tile's description in printed plans. `accumulator` is the size of an accumulator element in bytes.
 pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
     format!(
         "simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} KiB shared{}{}",
@@ -108,7 +107,7 @@ pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
     )
 }
 
-/// The tile of a candidate's shape.
+/// Returns the tile of a candidate.
 fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     let request = part.request;
     let block = part.layout.block_size();
@@ -137,10 +136,10 @@ fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     }
 }
 
-/// The tile that should be fastest among those that fit the device.
+/// Returns the fastest tile by estimate among those that fit the device.
 ///
 /// # Errors
-/// [`KernelError::SharedMemory`] if none does.
+/// [`KernelError::SharedMemory`] if none fits.
 pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
     let request = part.request;
     let best = cheapest(part, kernel, false);
@@ -151,8 +150,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
     })
 }
 
-/// The tile that should be fastest of a kernel, or of the fused backward pass, and what it costs: the pairs that it computes for each
-/// allowed one, over its speed.
+/// Returns the fastest tile by estimate of a kernel, or of the fused backward pass, and its cost: computed pairs per allowed pair, divided by the speed.
 fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Tile)> {
     let (layout, request) = (part.layout, part.request);
     let hardware = &part.properties.hardware;
@@ -185,7 +183,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
             continue;
         }
         let waste = length.next_multiple_of(tile.rows) as f64 / length as f64;
-        // No grouping computes less than the allowed pairs, and looking at one takes a pass over the layout's blocks.
+        // A grouping computes at least the allowed pairs, and evaluating one takes a pass over the layout's blocks.
         let hopeless = best.is_some_and(|(least, _)| waste / speed >= least);
         if !fits || hopeless {
             continue;

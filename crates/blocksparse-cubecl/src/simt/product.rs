@@ -1,4 +1,4 @@
-//! The two products, and what is done with their rows: reductions over units, and stores.
+//! The two products of attention, reductions of their rows over units, and stores.
 
 use cubecl::prelude::*;
 
@@ -7,14 +7,14 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use crate::shared::row_tile::{Combine, combine};
 
-/// `at`, which is less than `end`, said in a way that a compiler sees: then it adds constants to it in the address of a read, where
-/// otherwise a sum of 32 bits might wrap and is made apart.
+/// Returns `at`, which is less than `end`, in a form that shows the bound to the compiler. Then it can fold added constants into the address of a read.
+/// Without the bound, a 32-bit sum might wrap and takes an instruction of its own.
 #[cube]
 pub fn bounded(at: usize, #[comptime] end: usize) -> usize {
     at % comptime!(end.next_power_of_two())
 }
 
-/// `a · bᵀ`: the unit's rows of `a` with its four gathered rows of `b`, into `[unit_rows · 4]`.
+/// Computes `a · bᵀ` of the unit's rows of `a` and its four gathered rows of `b`, `[unit_rows · 4]`.
 #[cube]
 pub fn product_rows<A: Float>(
     a: &Shared<[Vector<A, Four>]>,
@@ -53,9 +53,8 @@ pub fn product_rows<A: Float>(
     product
 }
 
-/// `acc += w · b`: weights `[rows, cols]` in shared memory with the gathered rows of `b`, into the unit's
-/// rows and every `units_x`-th four of the output, `[unit_rows · unit_fours]`. Only of those `halves` of the columns that
-/// [`needed`](super::mask::needed) names.
+/// Adds `w · b` to `acc`, with weights `[rows, cols]` in shared memory and the gathered rows of `b`. The result is the unit's rows and every `units_x`-th
+/// vector of four of the output, `[unit_rows · unit_fours]`. Only the `halves` of the columns that [`needed`](super::mask::needed) returns are added.
 #[cube]
 pub fn accumulate_product<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
@@ -67,7 +66,7 @@ pub fn accumulate_product<A: Float>(
     #[comptime] t: Tile,
 ) {
     if comptime!(t.has_halves()) {
-        // The number of rounds is known: where it is not, they cost a tenth more.
+        // The trip count is a compile-time constant. Without that, the loop takes 10% longer.
         for half in 0..2usize {
             if (halves >> half as u32) & 1u32 == 1u32 {
                 #[unroll(t.units_x <= 8)]
@@ -84,7 +83,7 @@ pub fn accumulate_product<A: Float>(
     }
 }
 
-/// [`accumulate_product`] of four columns.
+/// Like [`accumulate_product`], for four columns.
 #[cube]
 fn accumulate_fours<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
@@ -115,7 +114,7 @@ fn accumulate_fours<A: Float>(
         #[unroll]
         for f in 0..unit_fours {
             let mut at = b_at + comptime!(j * t.units_x * pitch + f * t.units_x);
-            // A unit past the row's end repeats its last four, and stores nothing of it.
+            // A unit past the end of the row repeats its last vector, and does not store it.
             if comptime!(fours % t.units_x != 0) {
                 let four = unit.x + comptime!(f * t.units_x);
                 at = (comptime!(j * t.units_x) + col) * pitch + four.min(comptime!(fours - 1));
@@ -130,7 +129,7 @@ fn accumulate_fours<A: Float>(
     }
 }
 
-/// Shared numbers that [`reduce_rows`] needs.
+/// Number of shared elements that [`reduce_rows`] needs.
 pub fn scratch_len(t: Tile) -> usize {
     match t.planes {
         true => 1,
@@ -138,7 +137,7 @@ pub fn scratch_len(t: Tile) -> usize {
     }
 }
 
-/// Numbers before the first is added.
+/// Returns zeros.
 #[cube]
 pub fn no_numbers<A: Float>(#[comptime] count: usize) -> Array<A> {
     let mut sums = Array::<A>::new(count);
@@ -149,7 +148,7 @@ pub fn no_numbers<A: Float>(#[comptime] count: usize) -> Array<A> {
     sums
 }
 
-/// A unit's sums before the first product.
+/// Returns zero vectors.
 #[cube]
 pub fn no_fours<A: Float>(#[comptime] fours: usize) -> Array<Vector<A, Four>> {
     let mut sums = Array::<Vector<A, Four>>::new(fours);
@@ -160,7 +159,7 @@ pub fn no_fours<A: Float>(#[comptime] fours: usize) -> Array<Vector<A, Four>> {
     sums
 }
 
-/// For each of the unit's rows, the numbers of the units of the row as one.
+/// Reduces `values`, one per row of the unit, over the units of each row.
 #[cube]
 pub fn reduce_rows<A: Float>(
     values: &mut Array<A>,
@@ -198,7 +197,7 @@ pub fn reduce_rows<A: Float>(
     }
 }
 
-/// Makes what the units of a row wrote to shared memory visible to them.
+/// Makes writes to shared memory visible to the units of the same row.
 #[cube]
 pub fn sync_row(#[comptime] t: Tile) {
     if comptime!(t.planes) {
@@ -208,8 +207,8 @@ pub fn sync_row(#[comptime] t: Tile) {
     }
 }
 
-/// Scales the unit's rows of an output and adds what is there, from vector `start` on. A tile reads all rows before it stores one: a read
-/// behind a store to the same tensor would wait for it.
+/// Scales the unit's rows of an output and adds the present values, from vector `start` on. A tile reads all rows before it stores any, because a read
+/// after a store to the same tensor would wait for it.
 #[cube]
 pub fn add_rows_of<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],

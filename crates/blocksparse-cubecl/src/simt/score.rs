@@ -20,16 +20,16 @@ pub fn score<A: Float>(s: &mut Array<A>, of_head: &HeadScores<A>, #[comptime] t:
     }
 }
 
-/// The positions of a unit's rows and of its four columns in a step, where something depends on them; else empty.
+/// Positions of a unit's rows and of its four columns in a step. Unset if nothing depends on them.
 #[derive(CubeType)]
 pub struct Positions {
-    /// Of the rows.
+    /// Positions of the rows.
     pub rows: Array<usize>,
-    /// Of the columns.
+    /// Positions of the columns.
     pub cols: Array<usize>,
 }
 
-/// The positions of the unit's rows; those of the columns are set step by step.
+/// Returns the positions of the unit's rows. Those of the columns are set in each step.
 #[cube]
 pub fn row_positions(plan: &PlanWords, rows: usize, unit: &Unit, #[comptime] t: Tile) -> Positions {
     let length = comptime!(if t.score.positions() { t.unit_rows } else { 1 });
@@ -65,16 +65,16 @@ pub fn set_columns(
     }
 }
 
-/// Elements of queries and of keys.
+/// Sequence lengths.
 #[derive(CubeType, Clone, Copy)]
 pub struct SeqLengths {
-    /// Queries.
+    /// Number of queries.
     pub queries: usize,
-    /// Keys.
+    /// Number of keys.
     pub keys: usize,
 }
 
-/// Those of sequences of which a tile's own rows and the gathered ones are.
+/// Returns the sequence lengths, given those of a tile's own rows and of the gathered rows.
 #[cube]
 pub fn lengths_of(own: usize, gathered: usize, #[comptime] t: Tile) -> SeqLengths {
     if comptime!(t.columns()) {
@@ -90,16 +90,15 @@ pub fn lengths_of(own: usize, gathered: usize, #[comptime] t: Tile) -> SeqLength
     }
 }
 
-/// A query and a key.
 #[derive(CubeType, Clone, Copy)]
 pub struct Pair {
-    /// Row of the query.
+    /// Position of the query.
     pub query: usize,
-    /// Row of the key.
+    /// Position of the key.
     pub key: usize,
 }
 
-/// The pair of row `i` and column `j`.
+/// Returns the pair of row `i` and column `j`.
 #[cube]
 pub fn pair_at(
     positions: &Positions,
@@ -116,20 +115,20 @@ pub fn pair_at(
     Pair { query, key }
 }
 
-/// What the scores of a head are made with.
+/// Parameters of a head's scores.
 #[derive(CubeType, Clone, Copy)]
 pub struct HeadScores<A: Float> {
     pub scale: A,
     pub softcap: A,
-    /// The ALiBi slope.
+    /// ALiBi slope.
     pub slope: A,
-    /// Where its given bias begins,
+    /// Start of its bias tensor.
     pub bias_start: usize,
-    /// and its biases of distances.
+    /// Start of its table of distances.
     pub table_start: usize,
 }
 
-/// Those of a head with this slope.
+/// Returns the parameters of a head with this slope.
 #[cube]
 pub fn head_scores<E: Float, A: Float>(
     scores: &ScoreInputs,
@@ -147,7 +146,7 @@ pub fn head_scores<E: Float, A: Float>(
     }
 }
 
-/// What is added to the unit's scores, `[unit_rows · 4]`, where biases of distances are in the stats.
+/// Returns the biases of the unit's scores, `[unit_rows · 4]`, with the table of distances in the stats.
 #[cube]
 pub fn biases_in_stats<E: Float, A: Float>(
     of_head: &HeadScores<A>,
@@ -170,7 +169,7 @@ pub fn biases_in_stats<E: Float, A: Float>(
     sums
 }
 
-/// The same where they have a table.
+/// Returns the biases of the unit's scores, `[unit_rows · 4]`, with the table of distances in its own buffer.
 #[cube]
 pub fn biases_in_table<E: Float, A: Float>(
     of_head: &HeadScores<A>,
@@ -195,7 +194,7 @@ pub fn biases_in_table<E: Float, A: Float>(
     sums
 }
 
-/// `−slope · |distance|`, the last query sitting at the last key, and the given bias.
+/// Returns `−slope · |distance|`, with the last query aligned to the last key, plus the bias tensor.
 #[cube]
 fn unit_biases<E: Float, A: Float>(
     of_head: &HeadScores<A>,
@@ -235,7 +234,7 @@ fn unit_biases<E: Float, A: Float>(
     sums
 }
 
-/// Adds the biases of the unit's distances, which are in `table`.
+/// Adds the biases of the unit's distances from `table`.
 #[cube]
 fn add_distances<A: Float>(
     sums: &mut Array<A>,
@@ -255,7 +254,7 @@ fn add_distances<A: Float>(
                 let pair = pair_at(positions, i, j, t);
                 let query = pair.query + lengths.keys;
                 let key = pair.key + lengths.queries;
-                // reach + clamp(key − query, −reach, reach)
+                // The index is reach + clamp(key − query, −reach, reach).
                 let ahead = (key.max(query) - query).min(reach);
                 let behind = (query.max(key) - key).min(reach);
                 sums[comptime!(4 * i + j)] += table[of_head.table_start + reach + ahead - behind];

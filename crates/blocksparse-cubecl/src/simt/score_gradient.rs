@@ -1,4 +1,4 @@
-//! Weights of a step made again, and the gradients of its scores: `ds = p ∘ (dp − delta)`.
+//! Recomputation of a step's weights, and the gradients of its scores: `ds = p ∘ (dp − delta)`.
 
 use cubecl::prelude::*;
 
@@ -8,14 +8,14 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use crate::shared::biases::BiasStrides;
 
-/// lse and delta of the queries of a unit's rows, or of its columns.
+/// lse and delta of a unit's queries, which are its rows or its columns.
 #[derive(CubeType)]
 pub struct QueryStats<A: Float> {
     lse: Array<A>,
     delta: Array<A>,
 }
 
-/// Those of a head that has `len` queries, or zeros where these are none.
+/// Loads the stats of a head with `len` queries. Zeros beyond the last query, or if these positions are not queries.
 #[cube]
 pub fn query_stats<A: Float>(
     stats: &[A],
@@ -43,7 +43,7 @@ pub fn query_stats<A: Float>(
     QueryStats::<A> { lse, delta }
 }
 
-/// The number of row `i` or of column `j`, whichever is the query.
+/// Returns the value of row `i` or of column `j`, whichever is the query.
 #[cube]
 fn query_value<A: Float>(
     rows: &Array<A>,
@@ -59,24 +59,24 @@ fn query_value<A: Float>(
     }
 }
 
-/// Where a unit's stored weights are.
+/// Locations of a unit's stored weights.
 #[derive(CubeType, Clone, Copy)]
 pub struct StoredPlaces {
-    /// The first block of the head,
+    /// First block of the head.
     pub first: usize,
-    /// the word of the step's first entry,
+    /// Word of the step's first entry.
     pub entry: usize,
-    /// and the unit's first row and its column of units.
+    /// The unit's first row, and its index along the columns.
     pub row: usize,
     pub unit_x: usize,
 }
 
-/// Of a unit's pairs of a step, `[unit_rows · 4]`.
+/// Weights of a unit's pairs of a step, `[unit_rows · 4]`.
 #[derive(CubeType)]
 pub struct PairWeights<A: Float> {
     /// Weights before dropout.
     p: Array<A>,
-    /// With a softcap its slope, `1 − (s / softcap)²`.
+    /// With a softcap, its derivative `1 − (s / softcap)²`.
     slope: Array<A>,
 }
 
@@ -89,7 +89,7 @@ fn no_weights<A: Float>(#[comptime] t: Tile) -> PairWeights<A> {
     }
 }
 
-/// Stored weights, whose scores have these biases.
+/// Returns stored weights. `biases` are subtracted to recover the softcapped scores, for the derivative of the softcap.
 #[cube]
 pub fn stored_weights<A: Float>(
     weights: &ComptimeOption<Box<[A]>>,
@@ -131,7 +131,7 @@ pub fn stored_weights<A: Float>(
     pairs
 }
 
-/// `p = exp(s − lse)` of products, 0 where `masked` bits are.
+/// Computes `p = exp(s − lse)` of products. It is 0 for pairs that `bits` masks.
 #[cube]
 pub fn weights_of_products<A: Float>(
     s: &mut Array<A>,
@@ -174,8 +174,8 @@ pub fn weights_of_products<A: Float>(
 
 #[cube]
 impl<A: Float> PairWeights<A> {
-    /// Whether any weight of the unit's plane is not below `exp(−threshold)`. Without planes a step has barriers, at which all units have to
-    /// meet: low weights of a unit become 0.
+    /// Whether any weight of the unit's plane is at least `exp(−threshold)`. Without planes, all units must reach the barriers of a step, so the result is
+    /// true, and the weights of a unit that has only low ones become 0.
     pub fn count(&mut self, threshold: &ComptimeOption<InputScalar>, #[comptime] t: Tile) -> bool {
         if comptime!(t.score.threshold) {
             let least = (-threshold.as_ref().unwrap().get::<A>()).exp();
@@ -198,7 +198,7 @@ impl<A: Float> PairWeights<A> {
         }
     }
 
-    /// The weights as values got them, with dropout.
+    /// Returns the weights with dropout, as they multiply values.
     pub fn given(&self, kept: &Array<A>, #[comptime] t: Tile) -> Array<Vector<A, Four>> {
         let mut fours = Array::<Vector<A, Four>>::new(t.unit_rows);
         #[unroll]
@@ -218,7 +218,7 @@ impl<A: Float> PairWeights<A> {
         fours
     }
 
-    /// The gradients of scores; of a bias without the softcap's slope.
+    /// Returns the gradients of scores. For a bias, without the softcap's derivative.
     pub fn gradients(
         &self,
         dp: &Array<A>,
@@ -266,7 +266,7 @@ pub fn put_rows<A: Float>(
     }
 }
 
-/// Adds a step's gradients to the sums of keys, which are the unit's rows.
+/// Adds a step's gradients to the sums per key. The unit's rows are keys.
 #[cube]
 pub fn add_rows<A: Float>(sums: &mut Array<A>, ds: &Array<Vector<A, Four>>, #[comptime] t: Tile) {
     #[unroll]
@@ -278,7 +278,7 @@ pub fn add_rows<A: Float>(sums: &mut Array<A>, ds: &Array<Vector<A, Four>>, #[co
     }
 }
 
-/// Adds a step's gradients to those of a bias, pair by pair. Pairs that are not computed have weights of 0, and may stand for others.
+/// Adds a step's gradients to those of a bias, pair by pair. Pairs that are not computed have weight 0; their positions may duplicate others.
 #[cube]
 pub fn add_pairs<A: Float>(
     gradient: &mut ComptimeOption<Box<[A]>>,
@@ -302,7 +302,7 @@ pub fn add_pairs<A: Float>(
     }
 }
 
-/// Adds the sums of keys to the gradient of a bias whose row they share, from element `first` on.
+/// Adds the sums per key to the gradient of a bias whose row all queries share, from element `first` on.
 #[cube]
 pub fn add_keys<A: Float>(
     gradient: &mut ComptimeOption<Box<[A]>>,

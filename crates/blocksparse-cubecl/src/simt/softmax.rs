@@ -1,4 +1,4 @@
-//! The online softmax of a unit's rows: what the forward kernel has in registers, and how it becomes rows of the outputs.
+//! The online softmax of a unit's rows: the forward kernel's state in registers, and the outputs from it.
 
 use cubecl::prelude::*;
 
@@ -9,24 +9,24 @@ use crate::shared::addressing::*;
 use crate::shared::row_tile::Combine;
 use crate::shared::score::{LOW, LOWEST_MAX};
 
-/// Of each of the unit's rows.
+/// Softmax state of the unit's rows.
 #[derive(CubeType)]
 pub struct Softmax<A: Float> {
-    /// The largest score of the steps so far; once rows are stored the lse, or 0 in a row without keys,
+    /// Largest score of the steps so far. After the rows are stored, the lse, or 0 in a row without keys.
     pub m: Array<A>,
-    /// the sum of weights over the unit's columns,
+    /// Sum of weights over the unit's columns.
     l: Array<A>,
-    /// and the unit's fours of the weighted sum of values.
+    /// The unit's vectors of the weighted sum of values.
     pub o: Array<Vector<A, Four>>,
-    /// The largest score, where it is written.
+    /// Largest score, if it is written.
     top: Array<A>,
-    /// By how much scores are below the largest ones where they are left out.
+    /// Difference to the running maximum above which scores are skipped.
     threshold: A,
 }
 
 #[cube]
 impl<A: Float> Softmax<A> {
-    /// Of no step.
+    /// Returns the state before the first step.
     pub fn begin(threshold: &ComptimeOption<InputScalar>, #[comptime] t: Tile) -> Softmax<A> {
         let rows = comptime!(t.unit_rows);
         let fours = comptime!(rows * t.unit_fours(t.value_dim));
@@ -62,8 +62,8 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// Carries on from what an earlier part of the pattern left in the outputs: a finished part is a row of the softmax with maximum lse and
-    /// sum 1. All is asked for at once, beyond the end of the sequence for its last row.
+    /// Continues from an earlier part of the pattern, whose result is in the outputs. It equals a softmax state with maximum lse and sum 1. All rows are
+    /// read at once; past the end of the sequence, its last row is read.
     pub fn carry_on<E: Float, N: Size>(
         &mut self,
         outputs: &ForwardOutputs<Vector<E, N>, A>,
@@ -94,7 +94,7 @@ impl<A: Float> Softmax<A> {
         for i in 0..rows {
             let kept = logs[i] > A::new(LOWEST_MAX);
             self.m[i] = select(kept, logs[i], self.m[i]);
-            // l is a sum over the units of a row.
+            // Only one unit of a row adds it, since l is summed over the units of a row.
             self.l[i] = select(kept && unit.x == 0, A::new(1.0), A::new(0.0));
             #[unroll]
             for f in 0..unit_fours {
@@ -105,8 +105,8 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// With the scores of a step, whose weights go to shared memory, with dropout times the factors of what is kept. Returns whether there are
-    /// any: all units of a row know the same, and with a threshold leave out scores that are all too low.
+    /// Adds the scores of a step. Its weights, times the dropout factors, go to shared memory. Returns whether there are any weights to multiply. The
+    /// result is the same for all units of a row, and false if a threshold skips all of their scores.
     pub fn step(
         &mut self,
         s: &Array<A>,
@@ -138,7 +138,7 @@ impl<A: Float> Softmax<A> {
         counts
     }
 
-    /// Whether the largest score of any row is not below its maximum by more than the threshold.
+    /// Whether the largest score of any row is within the threshold of its running maximum.
     fn counts(&self, largest: &Array<A>, #[comptime] t: Tile) -> bool {
         if comptime!(t.score.threshold) {
             let mut near = false.runtime();
@@ -152,7 +152,7 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// Weights of scores, the largest of which are known, and what was summed before rescaled.
+    /// Computes weights from scores, given the rows' largest ones, and rescales the state.
     fn weigh(
         &mut self,
         s: &Array<A>,
@@ -190,7 +190,7 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// Writes the rows.
+    /// Writes the rows of the outputs.
     pub fn store<E: Float, N: Size>(
         &mut self,
         outputs: &mut ForwardOutputs<Vector<E, N>, A>,
@@ -234,13 +234,13 @@ impl<A: Float> Softmax<A> {
                         if comptime!(t.carry) {
                             most = most.max(max_scores[at]);
                         }
-                        // Where there are no keys, and none in the parts before.
+                        // True if this part and earlier ones have no keys.
                         let none = most <= A::new(LOWEST_MAX);
                         max_scores[at] = select(none, neg_infinity.get::<A>(), most);
                     }
                 }
             }
-            // For weights `exp(s − log)`, which are 0 in rows without keys since all is masked there.
+            // Used for weights `exp(s − log)`. In rows without keys those are 0, since all their pairs are masked.
             self.m[i] = select(self.l[i] > A::new(0.0), log, A::new(0.0));
         }
     }

@@ -1,4 +1,4 @@
-//! The shape of a tile, and where its rows and columns are.
+//! Shape of a tile, and the locations of its rows and columns.
 
 use cubecl::prelude::*;
 
@@ -6,53 +6,52 @@ use crate::call::ScoreKind;
 use crate::shared::addressing::*;
 use blocksparse::plan::Mainloop;
 
-/// The comptime shape of a kernel: its key in the cache of compiled kernels, so nothing of it depends
-/// on sequence lengths or patterns.
+/// Compile-time shape of a kernel. It is part of the key in the cache of compiled kernels, so it does not depend on sequence lengths or patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Whose rows a tile's are.
+    /// Whether a tile's rows are queries or keys.
     pub mainloop: Mainloop,
-    /// Rows of a tile.
+    /// Rows per tile.
     pub rows: usize,
-    /// Units side by side in a row; each has four columns of a step.
+    /// Units along a row. Each has four columns of a step.
     pub units_x: usize,
-    /// Rows of a unit.
+    /// Rows per unit.
     pub unit_rows: usize,
     /// Width of queries and keys.
     pub head_dim: usize,
     /// Width of values.
     pub value_dim: usize,
-    /// Consecutive positions an entry names.
+    /// Consecutive positions per entry.
     pub group: usize,
-    /// Words of a mask's row.
+    /// Words per row of a mask.
     pub mask_words: usize,
-    /// Whether weights are stored, and the block size they are stored in.
+    /// Block size of the stored weights, if weights are stored.
     pub store: Option<usize>,
-    /// What scores are besides scaled products.
+    /// Options of scores besides scaled products.
     pub score: ScoreKind,
     /// Whether the forward kernel writes each row's largest score.
     pub max_scores: bool,
-    /// Whether the backward kernel makes the bias's gradient, and not that of its inputs.
+    /// Whether the backward kernel computes the bias's gradient instead of those of its inputs.
     pub bias_gradient: bool,
-    /// Whether the backward kernel makes all gradients in its loop over columns.
+    /// Whether the backward kernel computes all gradients in its loop over columns.
     pub fused: bool,
-    /// Whether plane operations reduce rows; else shared memory does.
+    /// Whether rows are reduced with plane operations. Otherwise through shared memory.
     pub planes: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
-    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
+    /// Whether the kernel continues from the outputs of an earlier part of the pattern.
     pub carry: bool,
-    /// Whether the tile's rows are gathered from like blocks.
+    /// Whether the tile's rows are gathered from blocks with similar patterns.
     pub clustered: bool,
 }
 
 impl Tile {
-    /// Whether columns are queries and rows keys, and not the other way round.
+    /// Whether rows are keys and columns queries.
     pub fn columns(&self) -> bool {
         self.mainloop == Mainloop::Columns
     }
 
-    /// Columns of a step.
+    /// Columns per step.
     pub fn cols(&self) -> usize {
         4 * self.units_x
     }
@@ -62,57 +61,57 @@ impl Tile {
         self.rows / self.unit_rows
     }
 
-    /// Units of a cube.
+    /// Units per cube.
     pub fn units(&self) -> usize {
         self.units_x * self.units_y()
     }
 
-    /// Words of an entry.
+    /// Words per entry.
     pub fn entry_words(&self) -> usize {
         2 + usize::from(self.store.is_some())
     }
 
-    /// Entries of a step.
+    /// Entries per step.
     pub fn entries(&self) -> usize {
         self.cols() / self.group
     }
 
-    /// Fours of an output row that one unit owns.
+    /// Vectors of four per unit in an output row.
     pub fn unit_fours(&self, dim: usize) -> usize {
         fours(dim).div_ceil(self.units_x)
     }
 
-    /// Whether the halves of a step can be left out.
+    /// Whether halves of a step can be skipped.
     pub fn has_halves(&self) -> bool {
         self.planes && self.units_x > 1
     }
 
-    /// Fours between two rows of the weights in shared memory.
+    /// Row stride of the weights in shared memory, in vectors of four.
     pub fn weight_pitch(&self) -> usize {
         self.units_x | 1
     }
 }
 
-/// Fours of a row.
+/// Vectors of four per row.
 pub fn fours(dim: usize) -> usize {
     dim.div_ceil(4)
 }
 
-/// Fours between two rows in shared memory: odd, so that eight consecutive rows lie in different banks.
+/// Row stride in shared memory, in vectors of four. It is odd, so that eight consecutive rows are in different banks.
 pub fn pitch(dim: usize) -> usize {
     fours(dim) | 1
 }
 
-/// A unit's place among those of its cube.
+/// Index of a unit in its cube.
 #[derive(CubeType, Clone, Copy)]
 pub struct Unit {
-    /// Within a row of units.
+    /// Index within a row of units.
     pub x: usize,
-    /// Of the row.
+    /// Index of the row of units.
     pub y: usize,
 }
 
-/// The unit's place.
+/// Returns the unit's index.
 #[cube]
 pub fn unit_of_cube(#[comptime] t: Tile) -> Unit {
     Unit {
@@ -121,28 +120,28 @@ pub fn unit_of_cube(#[comptime] t: Tile) -> Unit {
     }
 }
 
-/// The position at a place.
+/// Returns the position at a place.
 #[cube]
 pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
     position_of(place, listing, t.residue)
 }
 
-/// The tile a cube works on.
+/// The steps of a cube's tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct TileSteps {
     /// Its index among the tiles of a head.
     pub tile: usize,
-    /// Where its own rows are: see [`row_place`].
+    /// Location of its own rows: see [`row_place`].
     pub rows: usize,
     /// Word of its first entry.
     pub entry: usize,
-    /// Its steps.
+    /// Number of steps.
     pub steps: usize,
-    /// Of them, those whose masks matter.
+    /// Number of steps with masks. They come first.
     pub masked: usize,
 }
 
-/// The tile ranked `rank` of a head.
+/// Returns the steps of the tile with rank `rank` of a head.
 #[cube]
 pub fn tile_steps(
     schedule: &Schedule,
@@ -157,7 +156,7 @@ pub fn tile_steps(
     tile_steps_at(schedule, first, words[ranked] as usize, ranked + 1, t)
 }
 
-/// The tile `tile` of a head.
+/// Returns the steps of tile `tile` of a head.
 #[cube]
 pub fn tile_steps_of(
     schedule: &Schedule,
@@ -194,37 +193,37 @@ fn tile_steps_at(
     }
 }
 
-/// The place of row `row` of a tile whose rows are at `rows`: its first place, or the word of its first block.
+/// Returns the place of row `row` of a tile. `rows` is the tile's first place, or the word of its first block if clustered.
 #[cube]
 pub fn row_place(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile) -> usize {
     let mut place = rows + row;
     if comptime!(t.clustered) {
-        // A step is at least a block wide, so that an entry is a block.
+        // A step is at least a block wide, so an entry is a block.
         let block = comptime!(t.group);
         place = plan.words[rows + row / block] as usize * block + row % block;
     }
     place
 }
 
-/// The positions of a unit's rows, the first of which is row `row` of a tile: not more than a block has.
+/// Returns the positions of a unit's rows, from row `row` of a tile on. They are within one block.
 #[cube]
 pub fn row_span(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile) -> Span {
     let place = row_place(plan, rows, row, t);
     span_of(place, &plan.listing, t.residue)
 }
 
-/// The rows of a unit among those of a contiguous tensor.
+/// Rows of a unit in a contiguous tensor.
 #[derive(CubeType, Clone, Copy)]
 pub struct UnitRows {
     /// Their positions.
     pub span: Span,
-    /// The row of the head's first position,
+    /// Row of the head's first position.
     pub first: usize,
-    /// and its positions.
+    /// Positions per head.
     pub len: usize,
 }
 
-/// The unit's rows of a tile.
+/// Returns the unit's rows of a tile.
 #[cube]
 pub fn unit_rows(
     schedule: &Schedule,
@@ -241,14 +240,14 @@ pub fn unit_rows(
     }
 }
 
-/// The place of column `col` of a step whose first entry is at word `entry`.
+/// Returns the place of column `col` of a step whose first entry is at word `entry`.
 #[cube]
 pub fn place(plan: &PlanWords, entry: usize, col: usize, #[comptime] t: Tile) -> usize {
     let group = comptime!(t.group);
     plan.words[entry + col / group * comptime!(t.entry_words())] as usize * group + col % group
 }
 
-/// The positions of a unit's columns in a step. A block has at least four, so that they follow each other.
+/// Returns the positions of a unit's columns in a step. A block has at least four, so they are consecutive.
 #[cube]
 pub fn column_span(plan: &PlanWords, entry: usize, unit_x: usize, #[comptime] t: Tile) -> Span {
     let place = place(plan, entry, unit_x * 4, t);

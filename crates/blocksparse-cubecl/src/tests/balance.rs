@@ -1,9 +1,9 @@
-//! How many cubes share the queries of a tile of keys.
+//! Sharing of a tile's queries or steps by several cubes.
 
 use super::*;
 use blocksparse::{BlockMask, LayoutShape};
 
-/// Queries over one key of every 16 tokens, each of the 32 that end there: query `t` sees key `i` if `16 · i + 31 ≤ t`.
+/// A layout with one key per 16 tokens, for the 32 tokens that end there: query `t` attends to key `i` if `16 · i + 31 ≤ t`.
 fn staircase(heads: usize, seq_q: usize) -> BlockLayout {
     let shape = LayoutShape::new(1, [seq_q, seq_q / 16 - 1], 128);
     let sees = |query: usize, key: usize| key * 16 + 31 <= query;
@@ -17,7 +17,7 @@ fn staircase(heads: usize, seq_q: usize) -> BlockLayout {
     layout.unwrap().of_first_head(heads).unwrap()
 }
 
-/// What the backward pass of a plan says of shares, and whether it is fused.
+/// Returns the shares of a plan's fused backward pass. Panics if it is not fused.
 fn shares(layout: &BlockLayout, [batch, kv_heads]: [usize; 2], dim: usize) -> Option<usize> {
     let request = Request::new([batch, kv_heads], [dim, dim], BF16);
     let plan = Fake::sm90().plan(layout, request, TierLimit::None).unwrap();
@@ -26,8 +26,8 @@ fn shares(layout: &BlockLayout, [batch, kv_heads]: [usize; 2], dim: usize) -> Op
     Some(rest.strip_suffix(" cubes").unwrap().parse().unwrap())
 }
 
-/// 32 tiles for each of four heads of keys, of which the first has twice the queries of the mean: alone it would take as long as all
-/// the others on 132 multiprocessors.
+/// Four heads of keys have 32 tiles each. The first tile has twice the mean number of queries: alone it would take as long as all the others on 132
+/// multiprocessors.
 #[test]
 fn few_keys_are_shared() {
     let layout = staircase(64, 65_536);
@@ -35,30 +35,30 @@ fn few_keys_are_shared() {
         let found = shares(&layout, [1, 4], dim);
         assert!(matches!(found, Some(4 | 8 | 16)), "{found:?}");
     }
-    // Without grouped heads nobody is there to share with.
+    // Without grouped heads, there is nothing to share.
     assert_eq!(shares(&staircase(8, 16_384), [1, 8], 128), None);
 }
 
-/// Short sequences of few heads of keys leave multiprocessors idle; long ones do not.
+/// Short sequences with few heads of keys leave multiprocessors idle; long ones do not.
 #[test]
 fn grouped_heads_are_shared_where_cubes_are_few() {
     let causal = |heads, n| Pattern::causal().layout(heads, n, 128).unwrap();
     assert_eq!(shares(&causal(32, 1024), [1, 8], 128), Some(4));
     assert_eq!(shares(&causal(32, 16_384), [1, 32], 128), None);
     assert_eq!(shares(&causal(32, 16_384), [8, 8], 128), None);
-    // 64 tiles of each of two heads are 128 cubes of equal work.
+    // The 64 tiles of each of two heads are 128 cubes of equal work.
     let dense = Pattern::dense().layout(8, 8_192, 128).unwrap();
     assert_eq!(shares(&dense, [1, 2], 128), None);
 }
 
-/// Blocks of 64 of which a query sees the first, its own and the one before it, as the blocks that native sparse attention forces.
+/// A layout in blocks of 64 in which a query attends to the first block, its own and the previous one, as native sparse attention forces.
 fn forced(heads: usize, n: usize) -> BlockLayout {
     let near = Pattern::chunked_window(64, 1, 0);
     let seen = Pattern::union([near, Pattern::global_keys(0..64)]).and_causal();
     seen.layout(1, n, 64).unwrap().of_first_head(heads).unwrap()
 }
 
-/// What a plan of two mainloops says of tiles that cubes share, in the loop over rows and in the one over columns: tiles, and cubes to each.
+/// Returns the shared tiles of a plan's loops over rows and over columns: number of tiles, and cubes per tile.
 fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[usize; 2]>; 2] {
     let plan = Fake::sm90().plan(layout, request, limit).unwrap();
     ["  dQ       hopper", "  dK, dV   hopper"].map(|mainloop| {
@@ -74,7 +74,7 @@ fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[us
     })
 }
 
-/// One tile has all queries of 16 heads, 16,384 steps, where 264 cubes at a time have 750 steps each of all of them.
+/// One tile has all queries of 16 heads, which are 16,384 steps. Divided evenly over 264 cubes, all steps are 750 per cube.
 #[test]
 fn long_tiles_are_shared() {
     let bf16 = |kv_heads, dim| Request::new([1, kv_heads], [dim, dim], BF16);
@@ -89,12 +89,12 @@ fn long_tiles_are_shared() {
     let [rows, columns] = long(&nsa, wide, TierLimit::None);
     assert_eq!(rows, None);
     assert!(matches!(columns, Some([1, 8..=256])), "{columns:?}");
-    // Without grouped heads by ranges of steps alone.
+    // Without grouped heads, a tile can only be shared by ranges of steps.
     let own = long(&forced(4, 65_536), bf16(4, 64), TierLimit::HopperUnfused);
     assert!(matches!(own, [None, Some([1, 8..=256])]), "{own:?}");
 }
 
-/// Tokens that see everything are long tiles of queries, those that everything sees long tiles of keys.
+/// Tokens that attend to everything make long tiles of queries. Tokens that everything attends to make long tiles of keys.
 #[test]
 fn long_tiles_of_both_sides() {
     let tokens: Vec<usize> = (0..32).chain(2_000..2_016).collect();
@@ -102,12 +102,12 @@ fn long_tiles_of_both_sides() {
     let layout = both.layout(4, 16_384, 64).unwrap();
     let request = Request::new([1, 4], [128, 128], BF16);
     let [rows, columns] = long(&layout, request, TierLimit::HopperUnfused);
-    // One of like rows, or two.
+    // One tile of clustered rows, or two.
     assert!(matches!(rows, Some([1 | 2, 4..=256])), "{rows:?}");
     assert!(matches!(columns, Some([1 | 2, 4..=256])), "{columns:?}");
 }
 
-/// Where tiles are many or alike, or heads so many that a long tile is a small part of the mainloop, nobody shares.
+/// Nothing is shared if tiles are many or alike, or if there are so many heads that a long tile is a small part of the mainloop.
 #[test]
 fn tiles_that_are_no_longer_than_others_are_not_shared() {
     let request = |batch, kv_heads| Request::new([batch, kv_heads], [128, 128], BF16);
@@ -126,7 +126,7 @@ fn tiles_that_are_no_longer_than_others_are_not_shared() {
     );
 }
 
-/// Global tokens beside a narrow window: the fused pass would wait for one tile, and where that is a small part of it, it does not.
+/// With global tokens and a narrow window, the fused pass would wait for one tile. It is still used if that tile is a small part of it.
 #[test]
 fn long_tiles_take_two_mainloops_where_they_are_most_of_the_pass() {
     let is_fused = |pattern: Pattern, heads, n, limit| {
@@ -143,7 +143,7 @@ fn long_tiles_take_two_mainloops_where_they_are_most_of_the_pass() {
     assert!(is_fused(wide, 8, 65_536, TierLimit::None));
 }
 
-/// Where it gains, who visits queries last writes their dQ. Dropout, which needs many registers, has no cubes that draw tiles.
+/// The last visitor of queries writes their dQ where that is faster. Dropout needs many registers, so its cubes are not persistent.
 #[rstest::rstest]
 #[case(Pattern::local(256), 64, ScoreKind::default(), [true, true])]
 #[case(Pattern::local(256), 64, ScoreKind { dropout: true, ..ScoreKind::default() }, [true, false])]
@@ -166,8 +166,8 @@ fn who_writes_dq(
     assert_eq!(found, expected, "{line}");
 }
 
-/// In the fused pass a long tile beside short ones has sums of its own, and no cube draws tiles that would wait for it. Windows alone are short
-/// mainloops of cubes that draw tiles, and beside long windows nothing is gained.
+/// In the fused pass, a long tile among short ones has a second scratch, and cubes are not persistent, because drawn tiles would wait for it. Windows alone
+/// have short mainloops with persistent cubes. With long windows, nothing is gained.
 #[test]
 fn long_tiles_have_sums_of_their_own() {
     let backward = |pattern: Pattern, heads, n, dim, limit| {

@@ -1,8 +1,8 @@
-//! What makes the gradient of a given bias.
+//! Tiles of the gradient of a bias.
 
 use super::*;
 
-/// Each line of a plan that is about the gradient of a bias, with what is printed of tiles.
+/// Returns the lines of a plan about the gradient of a bias.
 fn bias_lines(plan: &AttentionPlan) -> Vec<String> {
     let text = plan.to_string();
     let about = text.lines().filter(|line| line.contains("dbias"));
@@ -22,7 +22,7 @@ fn gradients_of_biases() {
     let of = |layout: &BlockLayout, dim, limit| {
         bias_lines(&device.plan(layout, biased(dim), limit).unwrap())
     };
-    // Of a layout of blocks of 128 the widest tiles, at every width that the fused pass has.
+    // A layout with blocks of 128 gets the widest tiles, at every width that the fused pass supports.
     for (dim, products, kib) in [(64, 6, 225), (72, 3, 225), (96, 3, 225), (128, 3, 225)] {
         let lines = of(&dense, dim, TierLimit::None);
         let pairs = format!(
@@ -36,7 +36,7 @@ fn gradients_of_biases() {
         );
         assert!(lines[1].ends_with(", sums over queries"), "{lines:?}");
     }
-    // What else there is says why.
+    // In other cases, the plan has the reason.
     for (dim, limit, reason) in [
         (64, TierLimit::MmaBias, "BLOCKSPARSE_TIER says mma-bias"),
         (
@@ -54,14 +54,14 @@ fn gradients_of_biases() {
         assert!(lines[1].starts_with("dbias    mma "), "{lines:?}");
         assert!(lines[2].starts_with("or dbias mma "), "{lines:?}");
     }
-    // The lse and delta of eight queries are too few for TMA.
+    // The lse and delta of eight queries are too few bytes for TMA.
     let narrow = Pattern::local(32).layout(4, 1024, 8).unwrap();
     let lines = of(&narrow, 64, TierLimit::None);
     assert!(lines[0].starts_with("dbias    hopper "), "{lines:?}");
     assert!(lines[1].starts_with("or dbias mma "), "{lines:?}");
     let reason = "(not on the hopper tier: blocks are narrower than 16)";
     assert!(lines[1].ends_with(reason), "{lines:?}");
-    // Every part of a pattern has its own.
+    // Every part of a pattern has its own lines.
     let strided = Pattern::strided(32).layout(4, 1024, 32).unwrap();
     let lines = of(&strided, 64, TierLimit::None);
     assert_eq!(lines.len(), 2 * strided.parts().unwrap().len());
@@ -69,7 +69,7 @@ fn gradients_of_biases() {
         lines.iter().all(|line| line.contains("hopper ")),
         "{lines:?}"
     );
-    // Tiles fit a multiprocessor whatever the blocks.
+    // Tiles fit a multiprocessor for all block sizes.
     for block in [8, 16, 32, 64, 128] {
         for dim in [40, 64, 96, 128] {
             let layout = Pattern::local(100).layout(4, 2048, block).unwrap();
@@ -80,14 +80,14 @@ fn gradients_of_biases() {
             );
         }
     }
-    // Without a bias there is nothing to say.
+    // Without a bias there are no lines.
     let plain = device
         .plan(&dense, request(64, BF16), TierLimit::None)
         .unwrap();
     assert!(bias_lines(&plain).is_empty());
 }
 
-/// At width 64 tiles of two warpgroups have more registers with options than two cubes of a multiprocessor may have.
+/// At width 64, tiles of two warpgroups with options need more registers than two cubes per multiprocessor allow.
 #[test]
 fn options_take_tiles_of_one_warpgroup() {
     let layout = Pattern::causal().layout(8, 8192, 128).unwrap();

@@ -1,8 +1,8 @@
-//! Which calls get the fused backward pass of the `simt` tier, and what the others say.
+//! Which calls get the fused backward pass of the `simt` tier, and the reasons of the others.
 
 use super::*;
 
-/// What a plan says of its backward pass on the `simt` tier.
+/// Returns a plan's line about its backward pass on the `simt` tier.
 fn backward_line(
     device: &Fake,
     layout: &BlockLayout,
@@ -28,7 +28,7 @@ fn dense_attention_is_fused() {
     for dim in [64, 128] {
         let line = of(plain(dim), TierLimit::None);
         assert!(line.starts_with("backward simt  "), "{line}");
-        // A dQ in f32 for each group.
+        // Each group has a dQ in f32.
         let groups: usize = line
             .split(" units, ")
             .nth(1)
@@ -42,11 +42,11 @@ fn dense_attention_is_fused() {
             "{line}"
         );
         assert!(mib <= 1024, "{line}");
-        // Nearly all of 132 multiprocessors work to the end.
+        // Nearly all of 132 multiprocessors have work until the end.
         let cubes = groups * 64;
         assert!(cubes.next_multiple_of(132) * 9 <= cubes * 10, "{line}");
     }
-    // Heads that share keys have cubes in common, and sums of their own.
+    // Heads that share keys have common cubes, but separate sums.
     let grouped = of(Request::new([4, 4], [64, 64], F32), TierLimit::None);
     assert!(grouped.starts_with("backward simt  "), "{grouped}");
     let mainloops = of(plain(64), TierLimit::SimtUnfused);
@@ -73,14 +73,14 @@ fn what_is_not_fused_says_why() {
     assert_eq!(of(&device, &local, TierLimit::None), two(few));
     let forced = of(&device, &local, TierLimit::SimtFused);
     assert!(forced.starts_with("backward simt  "), "{forced}");
-    // 2 GiB for one group.
+    // One group takes 2 GiB.
     let long = dense(4, 1 << 20);
     let large = "the sums of dQ are more than BLOCKSPARSE_SIMT_SUMS or the device allows";
     assert_eq!(of(&device, &long, TierLimit::None), two(large));
     let mut small = Fake::sm90();
     small.properties.memory.max_page_size = 1 << 20;
     assert_eq!(of(&small, &dense(4, 1024), TierLimit::None), two(large));
-    // Software devices end loops early, whatever is asked for.
+    // Software devices end loops early, so even a forced fused pass is refused.
     let mut software = Fake::sm90();
     software.properties.features.plane = Default::default();
     let early = "a device without plane operations may end so long a mainloop early";

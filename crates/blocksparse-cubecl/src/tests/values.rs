@@ -1,8 +1,8 @@
-//! Values of other widths than keys.
+//! Values whose width differs from that of keys.
 
 use super::*;
 
-/// What a plan says for widths of keys and values, over a causal layout.
+/// Returns the plan for widths of keys and values, over a causal layout.
 fn plan_of(widths: [usize; 2]) -> AttentionPlan {
     let dense = Pattern::causal().layout(16, 4096, 128).unwrap();
     let request = Request::new([2, 4], widths, BF16);
@@ -10,14 +10,14 @@ fn plan_of(widths: [usize; 2]) -> AttentionPlan {
     plan.unwrap()
 }
 
-/// On wgmma, backward in two mainloops.
+/// On wgmma, with a backward pass of two mainloops.
 #[test]
 fn narrower_values() {
     let expected = ["forward: hopper", "dQ: hopper", "dK, dV: hopper"];
     for (widths, tile) in [
         ([192, 128], "128 × 128"),
         ([136, 40], "128 × 128"),
-        // Two steps of 128 keys would not fit beside queries.
+        // Two steps of 128 keys would not fit along with queries.
         ([256, 128], "128 × 64"),
         ([256, 192], "128 × 64"),
         ([128, 64], "128 × 128"),
