@@ -245,7 +245,7 @@ fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpEr
     let dims = [batch, heads, tiles, parts];
     let part = Tensor::<1, Int>::arange(0..parts as i64, (&device, DType::I32));
     let part = part.reshape([1, 1, 1, parts]).expand(dims);
-    // Parts of block −1 are negative, too.
+    // Parts of block −1 are negative as well, so they stay absent.
     let blocks = lists.tile_blocks.clone().unsqueeze_dim::<4>(3);
     let indices = blocks.mul_scalar(parts as i32).expand(dims) + part;
     let counts = Tensor::<3, Int>::full([batch, heads, tiles], parts as i32, (&device, DType::I32));

@@ -278,7 +278,7 @@ impl Selection {
         sizes(q, seq_kv, grid.block)
     }
 
-    /// Sizes of a layout of single queries, whose blocks may be narrower than those that are chosen.
+    /// Returns the shape of a layout of single queries. Its blocks are at most as wide as the widest of a layout; the selected ones may be wider.
     fn query_shape(&self, q: [usize; 4], seq_kv: usize) -> Result<LayoutShape, OpError> {
         let [.., widest] = BLOCK_SIZES;
         sizes(q, seq_kv, self.estimator.grid().block.min(widest))
