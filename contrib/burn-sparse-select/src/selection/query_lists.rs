@@ -239,7 +239,8 @@ impl SelectedBlocks {
         for rows in in_steps(0..queries, rows_at_a_time) {
             let start = rows.start;
             let scores = scores(rows)?.cast(DType::F32);
-            // A query takes from the blocks before that of its position: as if the first blocks were not there, and it lay so much earlier.
+            // The operation selects blocks before that of a query's position. To exclude forced blocks, drop the first ones and shift positions back
+            // accordingly.
             let scores = match forced.first {
                 0 => scores,
                 first => scores.slice_dim(3, first..blocks),
