@@ -104,7 +104,7 @@ impl Dsa {
         let others = others.add_scalar(1).mask_fill(none, -1);
         let first = Tensor::zeros([batch, seq_q, 1], (&index.q.device(), DType::I32));
         let blocks = Tensor::cat(vec![first, others], 2);
-        // Of the keys of these blocks: its own is the last, and the others are whole.
+        // Number of listed keys that a query sees. Its own block is the last; the others are complete.
         let seen = own.clamp_max(count as i32 - 1).mul_scalar(size) + in_own;
         #[cfg(feature = "cube")]
         {

@@ -97,8 +97,8 @@ pub(crate) fn line_sums_reference(
 /// Marks the largest elements of each row with 1 and the others with 0: as many as it takes to reach `limit`, `[rows, 1]`. Elements that are equal up to
 /// rounding are all kept or all dropped; 0 is never kept.
 ///
-/// `x` is not negative. Nothing is sorted, because some devices sort on the host. Instead the smallest kept element is found by bisection on powers, using sums
-/// of the elements that are not smaller.
+/// `x` is not negative. Nothing is sorted, because some devices sort on the host. Instead the smallest kept element is found by bisection with geometric means,
+/// using sums of the elements that are not smaller.
 pub(crate) fn largest(x: Tensor<2>, by: By, limit: Tensor<2>) -> Tensor<2> {
     let dims = x.dims();
     let kept = |least: Tensor<2>| {

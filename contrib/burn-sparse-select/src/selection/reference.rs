@@ -10,7 +10,7 @@ use burn_blocksparse::internal::prelude::*;
 
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 
-/// Rows with a smaller squared norm have no direction.
+/// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f64 = 1e-18;
 
 pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatTensor<B> {

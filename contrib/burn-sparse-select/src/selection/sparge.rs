@@ -56,7 +56,7 @@ pub(crate) const METHOD: Method = Method {
     },
 };
 
-/// Rows with a smaller squared norm have no direction.
+/// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f64 = 1e-18;
 
 impl SpargeAttn {
