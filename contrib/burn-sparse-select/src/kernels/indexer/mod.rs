@@ -1,5 +1,5 @@
-//! The indexer of DeepSeek sparse attention: its scores, and what it learns by. On any CubeCL runtime, with products in f32; of half precision on tensor cores
-//! where there are some.
+//! The indexer of DeepSeek sparse attention: its scores, selections and loss. On any CubeCL runtime, with products in f32; half precision runs on tensor cores
+//! where available.
 //!
 //! ```text
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed; what is added up of them, and
@@ -21,7 +21,7 @@
 //! by q    = Σ_j g · w · [q · k > 0] · k        by w = Σ_j g · relu(q · k)        by k = Σ_i Σ_u g · w · [q · k > 0] · q
 //! ```
 //!
-//! Products are made again where they are needed: of numbers for pairs only `x` and `t` are in memory, of some queries at a time. Every number has one writer
+//! Products are recomputed where they are needed. Of all numbers per pair only `x` and `t` are stored, for some queries at a time. Every element has one writer
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod blocks;

@@ -1,4 +1,4 @@
-//! Sums of pairs, and gradients by them, on mma.sync, for GPUs of compute capability 8.0 and up: of bf16 and f16, whose products f32 holds as they are.
+//! Sums of pairs and their gradients on mma.sync, for GPUs of compute capability 8.0 and up. For bf16 and f16, whose products are exact in f32.
 //!
 //! ```text
 //! tile            the shape of a cube's work, and whether tensor cores take a call
