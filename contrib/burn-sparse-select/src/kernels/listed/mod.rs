@@ -1,8 +1,8 @@
-//! Attention of single queries to lists of their own: blocks of keys, or single keys, that the heads of a group chose together.
+//! Attention of single queries to their own lists of key blocks or single keys, which the heads of a group share.
 //!
-//! Where queries choose each for itself, two queries share keys only by chance, so that the rows of a matrix are the heads that share a query's list. Kernels
-//! that need more rows pack queries by the block that they chose, write a part of the output for each choice, and merge them; these do not: a query reads
-//! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
+//! Where queries select separately, two queries share keys only by chance, so the rows of a matrix are the heads that share a query's list. Kernels that need
+//! more rows pack queries by the selected block, write a part of the output per selection, and merge the parts. These kernels do not: a query reads its list,
+//! with its heads as 16 or more rows, and continues the attention to other keys that the outputs hold.
 //!
 //! ```text
 //! request    what a call asks for, which are taken, and what backward passes know of each row
@@ -21,7 +21,7 @@
 //! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
 //! ```
 //!
-//! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
+//! Every query sees all existing keys of its list. Lists contain blocks before the query's own, so causality does not matter here.
 
 mod by_block;
 mod costs;

@@ -1,6 +1,6 @@
-//! Mainloops over lists on wgmma, for many heads: one warpgroup of 64 rows or two are filled by the heads that share a list, or by its keys.
+//! Mainloops over lists on wgmma, for many heads. The heads that share a list fill one or two warpgroups of 64 rows, or its keys do.
 //!
-//! TMA gathers no single rows on these devices, so warps copy them by cp.async, to where TMA's 128-byte swizzle would have put them.
+//! TMA cannot gather single rows on these devices, so warps copy them by cp.async to the addresses that TMA's 128-byte swizzle would use.
 //!
 //! ```text
 //! choose    which of them a call has
