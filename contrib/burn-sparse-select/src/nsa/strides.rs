@@ -52,13 +52,13 @@ impl Nsa {
     /// in f32 at least.
     ///
     /// # Shapes
+    /// - `q`: `[batch, heads, rows, head_dim]`
     /// - `k`, `v`: `[batch, kv_heads, strides, width]`: row `s` holds the compressed key and value of the block whose last token is `(s + 1) · stride − 1`.
     ///   Rows that no query sees may have any content
     /// - `positions`: `[batch, rows]`, the positions of the queries
-    /// - `positions`: `[batch, rows]`, of the queries
     ///
+    /// # Errors
     /// [`OpError`] if the shapes do not match.
-    /// [`OpError`] if the shapes do not fit each other.
     pub fn of_strides(
         &self,
         q: Tensor<4>,

@@ -149,7 +149,6 @@ pub(crate) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
 /// list's length, is true for all.
 ///
 /// Reads all lists back and counts on the host.
-/// Reads all lists back, and counts on the host.
 pub(crate) fn overlap_of(lists: &Tensor<4, Int>, chooses: impl Fn(usize, usize) -> bool) -> f64 {
     let [.., queries, most] = lists.dims();
     let numbers = lists.clone().into_data().convert::<i64>();

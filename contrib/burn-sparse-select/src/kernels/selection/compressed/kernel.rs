@@ -7,8 +7,8 @@
 //! sums over what overlaps    of this step and the one before, in shared memory of the warp's own
 //! the highest few            a lane has the i-th highest of a query; what is above the last is inserted
 //! ```
+//!
 //! Keys are copied one step ahead. Warps synchronize once per step, after they have read the keys of the step before.
-//! Keys are copied a step ahead. Warps meet once a step, when they have read the keys before.
 
 // Compile-time conditions stay separate from runtime ones; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
