@@ -5,9 +5,9 @@ use burn::tensor::{Int, Tensor, TensorData, Transaction};
 
 use burn_blocksparse::OpError;
 
-/// Builds the vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were selected at run time. Head `h` allows `j ≤ i
-/// ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with `seq_q ≠ seq_kv` query row `r` is at `r +
-/// seq_kv − seq_q`. Duplicates are allowed, so heads with fewer columns or diagonals can pad their rows.
+/// Builds the vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were selected at run time. Head `h` allows
+/// `j ≤ i ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with `seq_q ≠ seq_kv` query row `r` is at
+/// `r + seq_kv − seq_q`. Duplicates are allowed, so heads with fewer columns or diagonals can pad their rows.
 ///
 /// The tensors are **read back to the host**, which waits for the device, and the layout is built there, in the time of [`BlockLayout::new`]. Call it once per
 /// prompt, not per layer and step. [`BlockLayout::stack_batch`] combines layouts of batch entries.

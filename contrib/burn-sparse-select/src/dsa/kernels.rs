@@ -197,8 +197,8 @@ pub(crate) fn top_k_in_lists(
     Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))
 }
 
-/// Computes the highest products of a range of queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks: `[batch, heads, rows,
-/// blocks]`. Keys are `[batch, 1, seq_kv, width]`. `None` if no kernel computes them without writing all products.
+/// Computes the highest products of a range of queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks:
+/// `[batch, heads, rows, blocks]`. Keys are `[batch, 1, seq_kv, width]`. `None` if no kernel computes them without writing all products.
 pub(crate) fn maxima(
     [q, k]: [&Tensor<4>; 2],
     rows: [usize; 2],

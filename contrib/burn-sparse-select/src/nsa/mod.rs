@@ -220,8 +220,8 @@ impl Nsa {
     /// Computes the sum of the branches, each times its gate. Reads nothing back where kernels run.
     ///
     /// Forward keeps at most 64 MiB of scores in memory. If queries are packed by block, heads are processed in parts of at least one head, so that packed
-    /// queries and their outputs have up to 2³¹ elements. In training the graph stores those of all heads, `(keep − 3) · seq_q · heads · (head_dim +
-    /// value_dim)` elements.
+    /// queries and their outputs have up to 2³¹ elements. In training the graph stores those of all heads,
+    /// `(keep − 3) · seq_q · heads · (head_dim + value_dim)` elements.
     ///
     /// # Shapes
     /// - `q`: `[batch, heads, seq_q, head_dim]`; the last query is at the position of the last key

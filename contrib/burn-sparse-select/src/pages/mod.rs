@@ -11,9 +11,9 @@ use burn_blocksparse::internal::prelude::*;
 use crate::pages::ops::PageChoiceOps;
 
 /// Selects pages by scores, f32 `[batch, kv_heads, max_pages]`, and returns i32 `[batch, kv_heads, choice.selected_pages()]`. Each query and KV head selects up
-/// to `keep` blocks of pages: the [forced](PageChoice::forced) ones, including the one in which its page list ends (the first element of `spans`, `[batch, 1 or
-/// kv_heads, 4]`), and those with the highest scores. Ties go to the earlier block; NaN sorts last. Pages are ascending, −1 where there are fewer. Reads
-/// nothing back where kernels run, and launches depend on shapes only.
+/// to `keep` blocks of pages: the [forced](PageChoice::forced) ones, including the one in which its page list ends (the first element of `spans`,
+/// `[batch, 1 or kv_heads, 4]`), and those with the highest scores. Ties go to the earlier block; NaN sorts last. Pages are ascending, −1 where there are
+/// fewer. Reads nothing back where kernels run, and launches depend on shapes only.
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not match, or no feature of this crate serves the device.

@@ -19,9 +19,9 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// Queries and keys form groups of `stride`. The score of two groups is the sum over their antidiagonal, `A[X, Y] = Σ_u q[X·stride + stride − 1 − u] ·
-/// k[Y·stride + u] · scale / stride`. A block's score is the sum of `softmax_Y A` over its groups: an estimate of the attention that it gets from as many
-/// queries as there are groups. A group of queries sees the groups of keys of which its last query sees a key.
+/// Queries and keys form groups of `stride`. The score of two groups is the sum over their antidiagonal,
+/// `A[X, Y] = Σ_u q[X·stride + stride − 1 − u] · k[Y·stride + u] · scale / stride`. A block's score is the sum of `softmax_Y A` over its groups: an estimate of
+/// the attention that it gets from as many queries as there are groups. A group of queries sees the groups of keys of which its last query sees a key.
 ///
 /// Groups count from the first query and the first key. The last ones may have fewer members: missing members add nothing to a sum, and the divisor stays
 /// `stride`.

@@ -92,8 +92,8 @@ fn of_scores(q: &Shape, k: &Shape, rows: &Range<usize>, block: usize) -> Shape {
     [q[0], q[1], rows.len(), k[2].div_ceil(block)].into()
 }
 
-/// Block scores as backend operations. Only on devices that have kernels, on tensors without autodiff: queries `[batch, heads, seq_q, width]` and keys `[batch,
-/// kv_heads, seq_kv, width]` give f32 `[batch, heads, rows, blocks]`. Elsewhere estimators use Burn's operations.
+/// Block scores as backend operations. Only on devices that have kernels, on tensors without autodiff: queries `[batch, heads, seq_q, width]` and keys
+/// `[batch, kv_heads, seq_kv, width]` give f32 `[batch, heads, rows, blocks]`. Elsewhere estimators use Burn's operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait EstimateOps: Backend {
     /// Computes the scores of rows of blocks.
@@ -109,8 +109,9 @@ pub trait EstimateOps: Backend {
     #[fusion(dtype = DType::I32, shape = [q[0], q[1], q[2], call.most].into())]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
 
-    /// Computes the attention of blocks via compressed blocks, summed over the heads of a KV head: `[batch, kv_heads, rows, blocks]`. `k` `[batch, kv_heads,
-    /// entries, width]` holds the compressed keys, `lse` `[batch, heads, seq_q]` that of the attention to them. Requires a plan that has the kernel.
+    /// Computes the attention of blocks via compressed blocks, summed over the heads of a KV head: `[batch, kv_heads, rows, blocks]`. `k`
+    /// `[batch, kv_heads, entries, width]` holds the compressed keys, `lse` `[batch, heads, seq_q]` that of the attention to them. Requires a plan that has the
+    /// kernel.
     #[fusion(dtype = DType::F32, shape = call.attention_sums_shape())]
     fn compressed_attention_sums(
         q: FloatTensor<Self>,

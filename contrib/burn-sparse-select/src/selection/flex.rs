@@ -26,10 +26,10 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// Each head picks one of two ways by the attention of its last block of queries. The estimate of that attention is the softmax of products of means (`mean(q)
-/// · mean(k) · scale`). If estimate and attention differ by less than `threshold` (the square root of their Jensen–Shannon divergence, in natural logarithms),
-/// the estimate is computed for all rows, and the head keeps its largest pairs of blocks up to a share `gamma` of the total. Otherwise it keeps the columns and
-/// the diagonals that each cover a share `gamma` of the last queries' attention, as all blocks that they touch.
+/// Each head picks one of two ways by the attention of its last block of queries. The estimate of that attention is the softmax of products of means
+/// (`mean(q) · mean(k) · scale`). If estimate and attention differ by less than `threshold` (the square root of their Jensen–Shannon divergence, in natural
+/// logarithms), the estimate is computed for all rows, and the head keeps its largest pairs of blocks up to a share `gamma` of the total. Otherwise it keeps
+/// the columns and the diagonals that each cover a share `gamma` of the last queries' attention, as all blocks that they touch.
 ///
 /// Both ways keep the first block and the queries' own. `min_budget` adds the heaviest key blocks, by the last queries' attention, up to that many keys, and as
 /// many of the heaviest block diagonals. It is 1,024 in the paper's experiments, and off by default here and in the paper's repository. The last rows then keep

@@ -28,8 +28,8 @@ pub trait SelectionOps: Backend {
         reference::block_self_similarity::<Self>(x, less.into_option(), block)
     }
 
-    /// Returns the highest-scoring blocks before the block of a row's own position: i32 `[batch, lists, rows, most]`, by `scores` `[batch, lists, rows,
-    /// blocks]` in f32. In descending order of scores, ties in favor of the earlier block, NaN last, −1 where there are fewer.
+    /// Returns the highest-scoring blocks before the block of a row's own position: i32 `[batch, lists, rows, most]`, by `scores`
+    /// `[batch, lists, rows, blocks]` in f32. In descending order of scores, ties in favor of the earlier block, NaN last, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], scores[2], call.most].into())]
     fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
         reference::highest_blocks::<Self>(scores, &call)

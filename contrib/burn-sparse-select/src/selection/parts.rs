@@ -15,8 +15,8 @@ pub(crate) const NUMBERS: usize = 1 << 24;
 /// Mask value of logits. It is finite, so a row of masked logits gives no NaN.
 pub(crate) const NOTHING: f64 = -1e30;
 
-/// Computes `[batch, heads, x, y]` for some heads at a time. `numbers` is the number of intermediate elements per query head. `of` maps queries `[parts, group,
-/// seq_q, head_dim]` and keys `[parts, 1, seq_kv, head_dim]` to `[parts, group, x, y]`.
+/// Computes `[batch, heads, x, y]` for some heads at a time. `numbers` is the number of intermediate elements per query head. `of` maps queries
+/// `[parts, group, seq_q, head_dim]` and keys `[parts, 1, seq_kv, head_dim]` to `[parts, group, x, y]`.
 pub(crate) fn by_heads(
     call: &EstimateInputs,
     numbers: usize,

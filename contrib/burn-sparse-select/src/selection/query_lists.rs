@@ -224,8 +224,8 @@ impl SelectedBlocks {
         Ok(Self::of_choices(blocks, &sizes))
     }
 
-    /// Selects the highest-scoring blocks in addition to the forced ones, and builds their lists. `scores` returns those of a range of query rows, f32 `[batch,
-    /// lists, rows, blocks]` without autodiff, for `rows_at_a_time` rows. Blocks after a row's last candidate may be missing.
+    /// Selects the highest-scoring blocks in addition to the forced ones, and builds their lists. `scores` returns those of a range of query rows, f32
+    /// `[batch, lists, rows, blocks]` without autodiff, for `rows_at_a_time` rows. Blocks after a row's last candidate may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
         rows_at_a_time: usize,

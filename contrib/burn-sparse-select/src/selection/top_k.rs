@@ -13,8 +13,8 @@ use burn_blocksparse::internal::{checked, choose_rows, mask};
 use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{DeviceLayout, OpError};
 
-/// Returns a layout per batch entry and head with the highest-scoring key blocks of each row of query blocks. The score of a pair of blocks is `mean(q) ·
-/// mean(k)`, as in the block-sparse heads of MInference (Jiang et al., 2024). Ties go to the earlier block.
+/// Returns a layout per batch entry and head with the highest-scoring key blocks of each row of query blocks. The score of a pair of blocks is
+/// `mean(q) · mean(k)`, as in the block-sparse heads of MInference (Jiang et al., 2024). Ties go to the earlier block.
 ///
 /// The scores, `batch · heads · q_blocks · kv_blocks` elements, are **read back to the host**, which waits for the device, and the layout is built there. Call
 /// this once per sequence or per several steps, not per layer and step; [`top_k_blocks_on_device`] does not wait. The selection is not differentiable;

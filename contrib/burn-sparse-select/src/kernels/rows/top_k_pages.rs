@@ -76,8 +76,8 @@ impl RowKeys for BlockScores {
     }
 }
 
-/// Returns the forced blocks of a page list and those with the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages: `[batch,
-/// kv_heads, kept · block]` table entries, −1 where there are fewer.
+/// Returns the forced blocks of a page list and those with the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
+/// `[batch, kv_heads, kept · block]` table entries, −1 where there are fewer.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn top_k<N: Size>(
     scores: &[Vector<u32, N>],
@@ -143,8 +143,8 @@ fn top_k<N: Size>(
 }
 
 /// Selects blocks of pages for each page list and KV head: the forced ones, including the one in which the list ends, and those with the highest scores; ties
-/// in favor of the earlier, NaN lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the list's pages count; `spans` are i32 `[batch,
-/// tables, 4]`; `pages` are i32 `[batch, kv_heads, kept · block]`: table entries, ascending, then −1. All contiguous.
+/// in favor of the earlier, NaN lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the list's pages count; `spans` are i32
+/// `[batch, tables, 4]`; `pages` are i32 `[batch, kv_heads, kept · block]`: table entries, ascending, then −1. All contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the scores, or its cubes are too small.

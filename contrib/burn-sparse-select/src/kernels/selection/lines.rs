@@ -55,8 +55,8 @@ const QUERIES: usize = 64;
 /// Number of queries that a unit processes at a time.
 const AT_A_TIME: usize = 4;
 
-/// Computes the sums over queries: f32 `sums` `[lists, 2, seq_kv]`, of each key and of each distance from a query back to a key. `q` is `[lists, queries,
-/// width]`; its last query is at the position of the last key and sees all keys. `k` is `[kv lists, seq_kv, width]`.
+/// Computes the sums over queries: f32 `sums` `[lists, 2, seq_kv]`, of each key and of each distance from a query back to a key. `q` is
+/// `[lists, queries, width]`; its last query is at the position of the last key and sees all keys. `k` is `[kv lists, seq_kv, width]`.
 pub fn line_sums(
     client: &Client,
     element: ElemType,
