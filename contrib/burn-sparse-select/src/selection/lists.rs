@@ -317,10 +317,10 @@ fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
 
 /// Returns whether queries that are packed by block are estimated to be faster than mainloops over lists that `rows` heads share.
 ///
-/// A mainloop over a list reads each block of w keys once per list that names it: 2 · w bytes from the L2 cache, per channel. Packed, a listed block costs 2 ·
-/// w · `rows` operations, and some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. The rates are of one H100 and
-/// the calls in docs/benchmarks.md: 64 heads with blocks of 16 keys take 21 ms query by query and 38 packed. Backward mainloops are further ahead, 59 ms for
-/// both passes against 146 packed, so packing must win by a margin.
+/// A mainloop over a list reads a key of w channels once per list that names it: 2 · w bytes from the L2 cache. Packed, a key costs 2 · w · `rows` operations,
+/// and each listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. The rates are of one H100 and the
+/// calls in docs/benchmarks.md: blocks of 64 keys with 16 rows take 21 ms query by query and 38 packed. Backward mainloops are further ahead, 59 ms for both
+/// passes against 146 packed, so packing must win by a margin.
 fn is_faster_packed(block: usize, rows: usize) -> bool {
     const BYTES_OF_CACHE: f64 = 5.2e12;
     const OPERATIONS: f64 = 450e12;

@@ -110,7 +110,7 @@ impl ListSizes {
     }
 
     /// Returns the range of keys that covers the candidates of all queries, and some keys after them. In a call with these keys alone, the first forced blocks
-    /// are missing, and so are all local ones except the last, which follows a query's candidates. Blocks count from the first that is not forced.
+    /// are missing, and so are all local ones except the earliest, which follows a query's candidates. Blocks count from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
         let Always { first, local } = self.forced;
         let block = self.grid.block;

@@ -51,8 +51,8 @@ pub struct VerticalSlash {
     pub window: usize,
 }
 
-/// Budget that keeps the ones of rows of scores 1 and 0 with at least one 1: all scores above a share of the largest. The share is small, so that after a
-/// reduction over heads everything stays that one of them keeps.
+/// Budget that keeps the ones of rows of scores 1 and 0 with at least one 1: all scores of at least a share of the largest. The share is small, so that a
+/// reduction over heads keeps everything that one of them keeps.
 pub(crate) const ONES: Budget = Budget::MinP(1e-3);
 
 /// The rule forces no blocks, because the estimator does.

@@ -19,8 +19,8 @@ use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 const AT_A_TIME: usize = 1 << 32;
 const MOST: usize = 1 << 34;
 
-/// Maximum number of tiles of a cube, which reads a block once for all of them, and least number of cubes per multiprocessor, which keeps the tail of a launch
-/// small.
+/// Maximum number of tiles of a cube, which reads a block once for its consecutive tiles, and least number of cubes per multiprocessor, which keeps the tail of
+/// a launch small.
 const MOST_TILES: usize = 8;
 const CUBES: usize = 16;
 
