@@ -77,7 +77,7 @@ impl Dsa {
         Ok(self)
     }
 
-    /// Like [`listed`](Self::listed) in two stages. `seen` is the number of keys that each query sees, `[batch or 1, seq_q]`.
+    /// Runs [`listed`](Self::listed) in two stages. `seen` is the number of keys that each query sees, `[batch or 1, seq_q]`.
     pub(super) fn listed_in_blocks(
         &self,
         index: &DsaIndex,

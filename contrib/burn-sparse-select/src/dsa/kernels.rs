@@ -128,8 +128,8 @@ fn choice(
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_choice(index, among, call))
 }
 
-/// [`top_k`] among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees the first `seen`. `None` also if no kernel runs over
-/// blocks, or there are too few queries for it.
+/// Runs [`top_k`] among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees the first `seen`. `None` also if no kernel runs
+/// over blocks, or there are too few queries for it.
 pub(crate) fn top_k_in_blocks(
     index: &DsaIndex,
     (lists, seen): (&Tensor<3, Int>, &Tensor<2, Int>),

@@ -23,7 +23,7 @@ impl<B: Backend> GatedInputs<B> {
         [first, second, third, Some(self.gates)]
     }
 
-    /// The inverse of [`Self::into_list`].
+    /// Inverts [`Self::into_list`].
     pub fn of_list(list: [Option<FloatTensor<B>>; MOST_BRANCHES + 1]) -> Self {
         let [first, second, third, gates] = list;
         Self {

@@ -26,7 +26,7 @@ pub(super) struct BlockScores {
 }
 
 impl BlockScores {
-    /// Expects an index without autodiff.
+    /// Creates the inputs from an index without autodiff.
     pub fn new(index: MsaIndex, block: usize, numbers: usize) -> Self {
         Self {
             index,

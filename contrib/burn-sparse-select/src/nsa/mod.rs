@@ -179,6 +179,8 @@ impl NsaBranches {
 }
 
 impl Nsa {
+    /// Creates the attention with these options.
+    ///
     /// # Errors
     /// [`OpError`] if a parameter is out of its range, see [`NsaOptions`].
     pub fn new(options: NsaOptions) -> Result<Self, OpError> {

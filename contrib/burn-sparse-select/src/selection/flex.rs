@@ -320,7 +320,7 @@ fn divergence(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
         .sqrt()
 }
 
-/// [`divergence`] in f64.
+/// Computes [`divergence`] in f64.
 fn divergence_reference(a: &[f64], b: &[f64]) -> f64 {
     let from_middle = |x: f64, other: f64| match x > 0.0 {
         true => x * (2.0 * x / (x + other)).ln(),

@@ -201,8 +201,8 @@ impl TokenIndices {
     }
 }
 
-/// Attention of each query to the keys that it lists. Returns out and lse. Differentiable in q, k and v; the lists have no gradient. To attend to further keys,
-/// make another call and merge both by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+/// Computes the attention of each query to the keys that it lists: out and lse. Differentiable in q, k and v; the lists have no gradient. To attend to further
+/// keys, make another call and merge both by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
 /// On GPUs with kernels for it each query attends to its own list, and the heads that share the list are the rows of a matrix.
 /// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) disables these kernels. Without them all logits of some queries at a

@@ -121,7 +121,7 @@ pub(crate) fn largest(x: Tensor<2>, by: By, limit: Tensor<2>) -> Tensor<2> {
     kept(low * (1.0 - APART))
 }
 
-/// [`largest`] in f64.
+/// Computes [`largest`] in f64.
 pub(crate) fn largest_reference(x: &[f64], by: By, limit: f64) -> Vec<bool> {
     let mut sorted = x.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));
@@ -227,7 +227,7 @@ pub(crate) fn largest_behind(sums: Tensor<2>, all: usize, forced: usize) -> Tens
     Tensor::cat(vec![first, rest], 1)
 }
 
-/// [`largest_behind`] in f64.
+/// Computes [`largest_behind`] in f64.
 pub(crate) fn largest_behind_reference(sums: &[f64], all: usize, forced: usize) -> Vec<bool> {
     let forced = forced.min(sums.len());
     let rest = all.saturating_sub(forced) as f64;
@@ -259,7 +259,7 @@ fn touched_wholly(
     parts_kept.select(1, part).reshape(dims).max_pair(columns)
 }
 
-/// [`touched`] for one row and block, by the kept keys and distances.
+/// Computes [`touched`] for one row and block, by the kept keys and distances.
 pub(crate) fn is_touched(
     lines: &[Vec<bool>; 2],
     grid: &ScoreGrid,
@@ -278,7 +278,7 @@ pub(crate) fn is_touched(
     columns[own].iter().any(|&kept| kept) || distances[between].iter().any(|&kept| kept)
 }
 
-/// [`heaviest_blocks`] of a head, `[rows][blocks]`, in f64 loops.
+/// Computes [`heaviest_blocks`] of a head, `[rows][blocks]`, in f64 loops.
 pub(crate) fn heaviest_blocks_reference(
     [columns, distances]: &[Vec<f64>; 2],
     count: usize,

@@ -23,8 +23,8 @@ use burn_blocksparse::{
 /// Upper bound of the elements of packed queries and outputs in memory at a time. A single head may exceed it.
 const PACKED: usize = 1 << 31;
 
-/// Attention over a layout and, in addition, over whole blocks that each query lists. Returns out and lse over all of them. A pair counts twice if both contain
-/// it, or if a query lists a block twice; this is not checked, because lists are not read back. Differentiable in q, k and v.
+/// Computes attention over a layout and, in addition, over whole blocks that each query lists. Returns out and lse over all of them. A pair counts twice if
+/// both contain it, or if a query lists a block twice; this is not checked, because lists are not read back. Differentiable in q, k and v.
 ///
 /// On GPUs with kernels for it ([`SelectedBlocks::explain`]) each query attends to its own list, and the heads that share the list are the rows of a matrix.
 /// Elsewhere queries are packed by block.
@@ -125,7 +125,7 @@ fn check_lists(
     check::same_device("lists' device", &q.device(), "q's", &device)
 }
 
-/// Attention over a layout, which is the same for all heads, and over the blocks that queries selected in addition. Returns out and lse.
+/// Computes attention over a layout, which is the same for all heads, and over the blocks that queries selected in addition: out and lse.
 ///
 /// Where kernels take single queries, these attend to their lists. Elsewhere heads are computed in parts, which bounds the memory of packed queries. With
 /// autodiff a part is never smaller than the heads of a KV head: the gradient of a part is as large as that of the whole.
@@ -143,7 +143,7 @@ pub(crate) fn attention_of_choice(
     attention_of_lists(x, near, lists, options)
 }
 
-/// [`attention_of_choice`] with lists, of checked arguments.
+/// Computes [`attention_of_choice`] with lists, of checked arguments.
 fn attention_of_lists(
     x: [Tensor<4>; 3],
     near: &BlockLayout,
@@ -157,7 +157,7 @@ fn attention_of_lists(
     }
 }
 
-/// [`attention_of_choice`] without kernels over lists, with up to `packed` elements of packed queries and outputs at a time.
+/// Computes [`attention_of_choice`] without kernels over lists, with up to `packed` elements of packed queries and outputs at a time.
 fn in_parts(
     [q, k, v]: [Tensor<4>; 3],
     near: &BlockLayout,
@@ -338,7 +338,7 @@ impl ListedKernels {
         &self.text
     }
 
-    /// Attention over a layout and the lists: out and lse. Expects checked arguments.
+    /// Computes attention over a layout and the lists: out and lse. Expects checked arguments.
     pub(crate) fn attend(
         self,
         [q, k, v]: [Tensor<4>; 3],

@@ -127,7 +127,7 @@ pub(crate) fn mean_of_all(x: Tensor<4>) -> Tensor<4> {
     of_whole * (1.0 - share) + means.slice_dim(2, whole..whole + 1) * share
 }
 
-/// [`means`] in f64 loops.
+/// Computes [`means`] in f64 loops.
 pub(crate) fn means_reference<'a>(
     row: impl Fn(usize) -> &'a [f64],
     rows: usize,

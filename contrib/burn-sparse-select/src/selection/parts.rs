@@ -60,7 +60,7 @@ pub(crate) fn added<const D: usize>(sum: Option<Tensor<D>>, term: Tensor<D>) -> 
     }
 }
 
-/// [`Tensor::cat`] that returns a single part as it is.
+/// Concatenates tensors, and returns a single one as it is.
 pub(crate) fn joined<const D: usize, K: Basic>(
     mut parts: Vec<Tensor<D, K>>,
     dim: usize,
@@ -113,13 +113,13 @@ pub(crate) fn hidden<const D: usize>(
     hidden.unsqueeze::<D>().expand(all)
 }
 
-/// Softmax of rows over the elements that are not hidden. Rows without any are 0.
+/// Computes the softmax of rows over the elements that are not hidden. Rows without any are 0.
 pub(crate) fn softmax_of_seen(x: Tensor<4>, hidden: Tensor<4, Bool>) -> Tensor<4> {
     let x = x.mask_fill(hidden.clone(), NOTHING);
     burn::tensor::activation::softmax(x, 3).mask_fill(hidden, 0.0)
 }
 
-/// [`softmax_of_seen`] where `None` is hidden.
+/// Computes [`softmax_of_seen`] in f64, where `None` is hidden.
 pub(crate) fn softmax_reference(x: &[Option<f64>]) -> Vec<f64> {
     let largest = x.iter().flatten().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
     let weights = x.iter().map(|x| x.map_or(0.0, |x| (x - largest).exp()));

@@ -89,8 +89,8 @@ impl ListSizes {
     }
 }
 
-/// Number of queries of a tile, and of keys of a block in the layout of tiles. At most as wide as a block of keys, which limits padding; not too narrow, which
-/// keeps a tile's list of key blocks short.
+/// Returns the number of queries of a tile, and of keys of a block in the layout of tiles. At most as wide as a block of keys, which limits padding; not too
+/// narrow, which keeps a tile's list of key blocks short.
 fn tile(block: usize) -> usize {
     match block {
         0..64 => block,

@@ -47,8 +47,8 @@ impl SelectedOptions {
     }
 }
 
-/// Attention over the key blocks that a [`Selection`] of any method chooses for these queries and keys. Reads nothing back where kernels run. Gradients flow
-/// through the selected pairs, not through the selection.
+/// Computes attention over the key blocks that a [`Selection`] of any method chooses for these queries and keys. Reads nothing back where kernels run.
+/// Gradients flow through the selected pairs, not through the selection.
 ///
 /// Methods that select per block of queries run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. Methods
 /// that select per query, such as MoBA (Lu et al., 2025, §2.2), split the work: forced blocks form a layout, which is built on the host once for each size. For
@@ -91,9 +91,8 @@ pub fn attention_selected(
     Ok(out)
 }
 
-/// [`attention_selected`] that also returns the lse over the selected keys, defined as in
-/// [`SparseAttentionCall::lse`](burn_blocksparse::SparseAttentionCall::lse). `exp(lse − lse of full attention)` is the share of each query's attention that the
-/// selection covers ([`recall`](crate::selection::recall)).
+/// Computes [`attention_selected`] and the lse over the selected keys, defined as in [`SparseAttentionCall::lse`](burn_blocksparse::SparseAttentionCall::lse).
+/// `exp(lse − lse of full attention)` is the share of each query's attention that the selection covers ([`recall`](crate::selection::recall)).
 ///
 /// # Errors
 /// Those of [`attention_selected`].

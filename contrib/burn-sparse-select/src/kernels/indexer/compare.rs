@@ -12,7 +12,7 @@ const LEAST: f32 = 1e-30;
 /// Number of columns of a cube of the kernel that spreads lists.
 const SPREAD: usize = 256;
 
-/// Each cube has a query. Replaces `scores` by the gradient of its loss with respect to them, `softmax − wanted`, and 0 where there is no key.
+/// Replaces the `scores` of each query by the gradient of its loss with respect to them, `softmax − wanted`, and 0 where there is no key. One query per cube.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn compare_rows(
     scores: &mut [f32],
@@ -127,7 +127,7 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
     Ok(())
 }
 
-/// Each cube has a query: it writes zeros to its row, and then the numbers of the keys that the query lists.
+/// Fills each query's row with zeros, and then writes the numbers of the keys that the query lists. One query per cube.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: usize) {
     // Every unit must reach the barrier; surplus cubes write nothing.

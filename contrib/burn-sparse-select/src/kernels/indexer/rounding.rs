@@ -121,7 +121,7 @@ fn larger(x: f32, y: f32) -> f32 {
     f32::reinterpret(max(x, y))
 }
 
-/// `x` and `out` are `[rows, width]`. Rotated elements are multiplied by `factor`.
+/// Rotates and rounds rows. `x` and `out` are `[rows, width]`. Rotated elements are multiplied by `factor`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn round<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -270,8 +270,8 @@ struct Rows {
     count: usize,
 }
 
-/// `x` is `[batch, heads, seq, 128]`. Bytes `[batch, rows, heads, 128]` and scales `[batch, rows, heads]` cover the rows from `start` on. Scales are multiplied
-/// by `of_rows`, `[batch, heads, seq]`, if present.
+/// Converts rounded rows to bytes and scales. `x` is `[batch, heads, seq, 128]`. Bytes `[batch, rows, heads, 128]` and scales `[batch, rows, heads]` cover the
+/// rows from `start` on. Scales are multiplied by `of_rows`, `[batch, heads, seq]`, if present.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn pack<E: Float, N: Size>(
     x: &[Vector<E, N>],

@@ -114,8 +114,8 @@ pub fn queries_of(
     }
 }
 
-/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in their outer dimensions; `stats`
-/// is as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). With `carry` gradients are accumulated.
+/// Computes dK and dV of blocks. `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in
+/// their outer dimensions; `stats` is as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). With `carry` gradients are accumulated.
 #[cube(launch_unchecked)]
 pub fn keys(
     q: &[u32],

@@ -34,10 +34,11 @@ use blocksparse_cubecl::mma::tile::ROW_PAIR;
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
-/// `q`, `k`, `v` and, for dQ, `grad_out` are words, with any strides of 16 bytes in their outer dimensions; `lists` are i32 `[batch, kv_heads, seq_q, most]`,
-/// negative for empty entries. `out` is contiguous words: `[batch, heads, seq_q, value_dim]`, or dQ `[batch, heads, seq_q, head_dim]`. `rows` are lse
-/// `[batch, heads, seq_q]`, or for dQ pairs of `lse · log2 e` and delta, which are only read. With `carry` the outputs hold attention to other keys, which is
-/// continued, or a gradient, which is accumulated. `p = exp2(s · log2_scale − …)`, and `lse_scale` is `log2 e / log2_scale`.
+/// Computes the attention of each query to its list, or dQ. `q`, `k`, `v` and, for dQ, `grad_out` are words, with any strides of 16 bytes in their outer
+/// dimensions; `lists` are i32 `[batch, kv_heads, seq_q, most]`, negative for empty entries. `out` is contiguous words: `[batch, heads, seq_q, value_dim]`, or
+/// dQ `[batch, heads, seq_q, head_dim]`. `rows` are lse `[batch, heads, seq_q]`, or for dQ pairs of `lse · log2 e` and delta, which are only read. With `carry`
+/// the outputs hold attention to other keys, which is continued, or a gradient, which is accumulated. `p = exp2(s · log2_scale − …)`, and `lse_scale` is
+/// `log2 e / log2_scale`.
 #[cube(launch_unchecked)]
 pub fn mainloop(
     q: Input,

@@ -37,7 +37,7 @@ pub struct Rows {
     pub places: u32,
 }
 
-/// `places` `[lists, seq_q, most]` holds the place of each selection, negative for empty entries. `parts` and `logs` are as
+/// Merges the parts of each row. `places` `[lists, seq_q, most]` holds the place of each selection, negative for empty entries. `parts` and `logs` are as
 /// [`by_block`](crate::kernels::listed::warpgroups::block::by_block) writes them. A unit has eight elements of a row.
 #[cube(launch_unchecked)]
 pub fn merge(

@@ -21,7 +21,7 @@ fn hopper() -> DeviceProperties {
     device("ptx_sm90", 232_448)
 }
 
-/// Native sparse attention with the paper's parameters, except for widths and heads.
+/// Returns the request of native sparse attention with the paper's parameters, except for widths and heads.
 fn nsa(heads: [usize; 2], dims: [usize; 2]) -> ListedRequest {
     let [heads, kv_heads] = heads;
     let n = 65_536;
@@ -64,7 +64,7 @@ fn plans_fill_a_multiprocessor_with_steps() {
     assert!(of_64.contains("64 rows of a query"), "{of_64}");
 }
 
-/// Lists of single keys, as in DeepSeek sparse attention.
+/// Returns the request of lists of single keys, as in DeepSeek sparse attention.
 fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
     ListedRequest::of_keys([1, heads, 1], [n, n], [128, 128], BF16, most, true)
 }

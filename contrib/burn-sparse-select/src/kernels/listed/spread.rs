@@ -190,8 +190,8 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
     select(exists, place, comptime!(NOWHERE).runtime())
 }
 
-/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in their outer dimensions; `stats`
-/// and `lists` are as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). `bits` and `firsts` come from
+/// Writes the records of each query. `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in
+/// their outer dimensions; `stats` and `lists` are as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). `bits` and `firsts` come from
 /// [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the launch's queries, which have a cube each: `parts` is 1. `records` are
 /// `[lists, room, pieces]`.
 #[cube(launch_unchecked)]

@@ -61,7 +61,7 @@ struct Sizes {
     count: usize,
 }
 
-/// Each cube computes one block: its mean in `means` `[lists, blocks, width]` and optionally the squared length of its mean direction in `alike`
+/// Computes for each block, one per cube, its mean in `means` `[lists, blocks, width]` and optionally the squared length of its mean direction in `alike`
 /// `[lists, blocks]`. Cubes after those of the first tensor process an optional second tensor of the same row width and block size. `less` applies to the first
 /// tensor.
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -22,7 +22,7 @@ struct Sizes {
     width: usize,
 }
 
-/// Each cube computes some channels of a list. Blocks are weighted by their number of rows.
+/// Computes the weighted mean of block means, with some channels of a list per cube. Blocks are weighted by their number of rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
     let unit = UNIT_POS as usize;

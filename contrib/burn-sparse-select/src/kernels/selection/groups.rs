@@ -359,8 +359,8 @@ fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
     select(group * g.stride < g.seq_q, result, 0usize)
 }
 
-/// `x` is `[lists, queries, pitch]`, where a key block has `c.columns` elements of a row; `out` is `[lists, all, blocks]`. Each cube computes a row of blocks:
-/// units first share the rows of its groups for their maxima and sums, and then its columns.
+/// Computes block sums of the softmax of each row. `x` is `[lists, queries, pitch]`, where a key block has `c.columns` elements of a row; `out` is
+/// `[lists, all, blocks]`. Each cube computes a row of blocks: units first share the rows of its groups for their maxima and sums, and then its columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn group_attention_sums(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
     // Surplus cubes repeat the last row.

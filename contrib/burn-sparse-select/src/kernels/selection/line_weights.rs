@@ -225,7 +225,7 @@ impl<'a> LineWeights<'a> {
     }
 }
 
-/// `x` is `[rows, runs]`, `logs` `[rows]`. Each cube computes one row.
+/// Computes the base-2 logarithm of each row's total, one row per cube. `x` is `[rows, runs]`, `logs` `[rows]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn row_logs(
     x: &[f32],
@@ -264,7 +264,7 @@ fn row_logs(
 const BLOCKS: usize = 32;
 const SHARERS: usize = UNITS / BLOCKS;
 
-/// `x` is `[lists, queries, runs]`, `logs` `[lists, queries]`, `out` `[lists, blocks]`.
+/// Sums the attention of each key block over all queries. `x` is `[lists, queries, runs]`, `logs` `[lists, queries]`, `out` `[lists, blocks]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn shares_of_blocks(
     x: &[f32],
@@ -309,7 +309,7 @@ fn shares_of_blocks(
     }
 }
 
-/// `parts` is `[lists, tiles, 2, line_elements]`, `sums` `[all lists, 2, keys]`.
+/// Sums the parts of each key and distance over tiles. `parts` is `[lists, tiles, 2, line_elements]`, `sums` `[all lists, 2, keys]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn lines_of_parts(
     parts: &[f32],

@@ -149,7 +149,8 @@ fn summed(
 /// Initial value of maxima, below any product.
 const LOWEST: f32 = -3.0e38;
 
-/// `x` is `[lists, queries, pitch]`; `tops` and `wholes` are `[lists, queries, parts]`. Each cube has a part of a row.
+/// Computes the maximum and the sum of exponentials of each part of a row, one part per cube. `x` is `[lists, queries, pitch]`; `tops` and `wholes` are
+/// `[lists, queries, parts]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn parts_of_rows(
     x: &[f32],
@@ -187,7 +188,7 @@ fn parts_of_rows(
     }
 }
 
-/// `sums` is `[all lists, 2, keys]`. Each unit has a key and a distance.
+/// Sums the attention over columns and diagonals, with a key and a distance per unit. `sums` is `[all lists, 2, keys]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums_of_lines(x: &[f32], tops: &[f32], wholes: &[f32], sums: &mut [f32], of: Lines) {
     let chunks = of.keys.div_ceil(comptime!(UNITS));

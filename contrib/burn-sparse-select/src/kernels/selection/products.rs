@@ -434,7 +434,7 @@ fn fill<E: Float, N: Size>(
     }
 }
 
-/// Each cube computes a tile of the result. A unit has `tile.own` adjacent rows, and as many columns that are `tile.across()` apart.
+/// Multiplies rows, with a tile of the result per cube. A unit has `tile.own` adjacent rows, and as many columns that are `tile.across()` apart.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn dot_rows<E: Float, N: Size>(
     a: &[Vector<E, N>],

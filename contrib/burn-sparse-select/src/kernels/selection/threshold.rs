@@ -428,7 +428,8 @@ pub(crate) fn digits_of_parts(
     Ok(())
 }
 
-/// `totals` is `[digits, lines, parts, 16]`, `known` `[digits + 1, lines, 3]`, `least` `[lines]`.
+/// Finds the digit of the previous pass, and fills the bins of this pass for each part. `totals` is `[digits, lines, parts, 16]`, `known`
+/// `[digits + 1, lines, 3]`, `least` `[lines]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn digit_of_parts(
     numbers: &[f32],

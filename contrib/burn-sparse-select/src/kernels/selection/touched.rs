@@ -206,7 +206,8 @@ pub(crate) fn is_kept(number: f32, least: f32) -> bool {
 /// Number of forced flags: the first key block, and the distances of a query's own block.
 const OWN: [usize; 2] = [1, 2];
 
-/// `sums` is `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the block sums `of_blocks` are `[lists, 2, flags]`.
+/// Computes flags and block sums from keys and distances. `sums` is `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the block sums `of_blocks` are
+/// `[lists, 2, flags]`.
 ///
 /// Flag `p` of distances belongs to a query block whose first query is `first + (p − 1) · block` after the first key of a key block, and covers all distances
 /// between two complete blocks at these positions. Its block sum covers the distances of the query block's queries to the first key of the key block.
@@ -265,7 +266,7 @@ fn flags_of_lines(
     }
 }
 
-/// `of_blocks` and `flags` are `[lists, 2, len]`, `least` `[lists, 2]`.
+/// Computes flags from block sums. `of_blocks` and `flags` are `[lists, 2, len]`, `least` `[lists, 2]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usize, count: usize) {
     let at = ABSOLUTE_POS;

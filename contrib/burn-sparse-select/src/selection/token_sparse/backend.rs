@@ -225,7 +225,7 @@ mod kernels {
             TokenSparseOutput { out, lse }
         }
 
-        /// Given lse and delta over all keys, the gradients are sums of those of the layout and of the lists.
+        /// Sums the gradients of the layout and of the lists, which is exact because lse and delta cover all keys.
         fn token_sparse_attention_backward(
             saved: TokenSparseSaved<Self>,
             grads: OutputGrads<Self>,

@@ -189,7 +189,7 @@ impl<B: Backend> Problem<B> {
         x.clone().narrow(2, queries.clone()).reshape(dims)
     }
 
-    /// Inverse of [`rows`](Self::rows).
+    /// Inverts [`rows`](Self::rows).
     fn heads(&self, rows: Array<B>) -> Array<B> {
         let [batch, kv_heads, count, width] = rows.dims();
         rows.reshape([batch, kv_heads * self.group, count / self.group, width])

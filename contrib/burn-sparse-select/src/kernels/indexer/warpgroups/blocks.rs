@@ -99,7 +99,8 @@ struct Work {
     lane: u32,
 }
 
-/// `q` and `k` are words. A selection is `row · count` plus the block's index in the row's list of `count`; negative entries are empty and come last in a tile.
+/// Computes the sums of each tile's block. `q` and `k` are words. A selection is `row · count` plus the block's index in the row's list of `count`; negative
+/// entries are empty and come last in a tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums<N: Size>(
     q: &[u32],

@@ -345,7 +345,7 @@ const BYTE_DEPTH: usize = 32;
 /// Upper word of descriptors of rows of 128 bytes with the 128-byte swizzle. It is a constant, so steps of a matmul only add to the lower word.
 const SWIZZLED: u32 = (1 << 30) | 64;
 
-/// PTX of `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
+/// Returns the PTX of `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
 fn product_text(cols: usize, depth: usize) -> String {
     let (out, words) = (registers(0, cols / 2), cols / 2);
     let mut text = format!(

@@ -109,12 +109,12 @@ impl BlockTile {
         }
     }
 
-    /// Layout of the rows of a step.
+    /// Returns the layout of the rows of a step.
     fn rows(&self) -> Spans {
         Spans::far(GROUP_ROWS, self.head_dim)
     }
 
-    /// Layout of the rows of width value_dim after them, which only the backward pass has.
+    /// Returns the layout of the rows of width value_dim after them, which only the backward pass has.
     fn second(&self) -> Spans {
         Spans::far(GROUP_ROWS, self.value_dim)
     }
@@ -167,10 +167,10 @@ pub struct Places {
     pub run: u32,
 }
 
-/// `queries` `[lists, tiles · tile]` holds the query at each place, and `tile_blocks` `[lists, tiles]` the block of each tile; both are negative for empty
-/// entries, and unused tiles come last. Writes for each place and head a part of the output to `parts` `[lists of the launch, tiles · tile, heads, value_dim]`,
-/// and its lse to `logs`; entries of empty places are unspecified. In the backward pass `logs` holds lse and delta of each row instead, and parts are those of
-/// dQ, of width head_dim.
+/// Attends from the queries of each tile to the tile's block. `queries` `[lists, tiles · tile]` holds the query at each place, and `tile_blocks`
+/// `[lists, tiles]` the block of each tile; both are negative for empty entries, and unused tiles come last. Writes for each place and head a part of the
+/// output to `parts` `[lists of the launch, tiles · tile, heads, value_dim]`, and its lse to `logs`; entries of empty places are unspecified. In the backward
+/// pass `logs` holds lse and delta of each row instead, and parts are those of dQ, of width head_dim.
 #[cube(launch_unchecked)]
 pub fn by_block<S: Size, P: Size, O: Size>(
     q: Input,

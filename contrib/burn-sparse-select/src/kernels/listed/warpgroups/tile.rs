@@ -90,17 +90,17 @@ impl WarpgroupTile {
         }
     }
 
-    /// Layout of the query's rows of width head_dim, at the start.
+    /// Returns the layout of the query's rows of width head_dim, at the start.
     pub fn own(&self) -> Spans {
         Spans::far(self.rows(), self.head_dim)
     }
 
-    /// Layout of the rows of width value_dim after them, which only the backward pass has.
+    /// Returns the layout of the rows of width value_dim after them, which only the backward pass has.
     pub fn second(&self) -> Spans {
         Spans::far(self.rows(), self.value_dim)
     }
 
-    /// Layout of the keys of a step.
+    /// Returns the layout of the keys of a step.
     pub fn keys(&self) -> Spans {
         Spans {
             rows: self.cols,
@@ -109,7 +109,7 @@ impl WarpgroupTile {
         }
     }
 
-    /// Layout of the values of a step, after its keys.
+    /// Returns the layout of the values of a step, after its keys.
     pub fn values(&self) -> Spans {
         Spans {
             dim: self.value_dim,

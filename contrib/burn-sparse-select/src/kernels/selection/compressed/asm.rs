@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use blocksparse_cubecl::arch::ptx::{Half, val};
 use blocksparse_cubecl::arch::tma::{DEPTH, ROW_ELEMENTS, registers};
 
-/// Ballot over the warp: one bit per unit whose `x` is greater than its `y`.
+/// Returns a ballot over the warp: one bit per unit whose `x` is greater than its `y`.
 #[cube]
 pub fn votes_above(x: u32, y: u32) -> u32 {
     let o: u32;
@@ -46,7 +46,8 @@ pub fn lowest_bit(x: u32) -> u32 {
     o
 }
 
-/// PTX of `a · bᵀ` `[64, cols]`. A warp's 16 rows of `a` are in registers that follow the sums; `b` is K-major in shared memory, in spans of 64 columns.
+/// Returns the PTX of `a · bᵀ` `[64, cols]`. A warp's 16 rows of `a` are in registers that follow the sums; `b` is K-major in shared memory, in spans of 64
+/// columns.
 fn register_product_text(half: Half, cols: usize, depth: usize, span: usize) -> String {
     let (ty, sums) = (half.ptx(), cols / 2);
     let mut text = String::from("{ .reg .b64 b; wgmma.fence.sync.aligned; ");

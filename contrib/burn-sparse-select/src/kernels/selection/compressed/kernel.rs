@@ -169,9 +169,9 @@ pub fn compressed_attention_sums(
     Ok(())
 }
 
-/// `q` may have any strides in its outer dimensions that are multiples of 16 bytes; `k` is contiguous `[batch, kv_heads, entries, width]`; both are words.
-/// `lse` is `[batch, heads, seq_q]`. `out` holds the bits of f32 attention sums `[batch, kv_heads, rows, blocks]`, or of i32 blocks
-/// `[batch, kv_heads, rows, most]`. `factor` scales products to base-2 logits.
+/// Computes attention sums, or selects blocks by them. `q` may have any strides in its outer dimensions that are multiples of 16 bytes; `k` is contiguous
+/// `[batch, kv_heads, entries, width]`; both are words. `lse` is `[batch, heads, seq_q]`. `out` holds the bits of f32 attention sums
+/// `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` scales products to base-2 logits.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn attention_sums<P: Size, R: Size, S: Size>(
     q: &[u32],
