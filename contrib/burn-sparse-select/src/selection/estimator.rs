@@ -147,6 +147,7 @@ pub struct ReferenceInputs<'a> {
     pub seq_q: usize,
     /// Number of keys.
     pub seq_kv: usize,
+    /// Number of elements of a query or a key.
     pub head_dim: usize,
     /// Factor of the dot products before the softmax.
     pub scale: f64,
@@ -217,7 +218,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     }
 
     /// Returns the method for a single selecting layer, without [`Self::full_last_layers`] and [`Self::full_first_layers`]. Methods that have such layers
-    /// return `Some`: a model passes the result to its layers, and a layer refuses a method that counts other layers.
+    /// return `Some`: a model passes the result to its layers, and a single layer refuses a method with a nonzero number of such layers.
     fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
         None
     }

@@ -11,13 +11,13 @@ pub const UNITS: usize = 128;
 /// Records of a chunk of queries, and whether other chunks precede or follow it.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Gathered {
-    /// Number of keys of all lists.
+    /// Number of keys over all KV heads.
     pub rows: usize,
-    /// Number of keys of a list.
+    /// Number of keys of a KV head.
     pub keys: usize,
     /// Number of words of a key's bits.
     pub words: usize,
-    /// Maximum number of records of a list.
+    /// Maximum number of records of a KV head.
     pub room: usize,
     /// 1 for the first chunk.
     pub begins: u32,

@@ -94,7 +94,7 @@ pub struct Chunk {
     /// Index of the first of these words, and number of all words.
     pub first_word: u32,
     pub all_words: u32,
-    /// Maximum number of records of a list.
+    /// Maximum number of records of a KV head.
     pub room: u32,
     /// Number of queries of the call.
     pub seq_q: u32,

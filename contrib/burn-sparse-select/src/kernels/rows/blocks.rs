@@ -7,7 +7,8 @@ use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 /// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f32 = 1e-18;
 
-/// Upper bounds of the rows that a unit loads before it adds the first of them. Memory throughput depends on the number of loads in flight.
+/// Number of rows that a unit loads before it adds the first of them: for blocks with enough rows, and for others. Memory throughput depends on the number of
+/// loads in flight.
 const AT_A_TIME: [usize; 2] = [8, 4];
 
 /// Compile-time parameters of the kernel.

@@ -1,5 +1,5 @@
 //! Per-query selection of blocks by the means of their keys, where a tile of tensor cores contains all products of a query. The selection runs in the epilogue
-//! (`linear/highest.rs`), and no product is stored. A mean is represented by two numbers of the queries' type, whose sum has a relative error of about 2⁻¹⁶.
+//! (`linear/highest.rs`), and no product is stored. A mean is represented by two values of the queries' type, whose sum has a relative error of about 2⁻¹⁶.
 //! Also the highest product of each row with each run of rows of another matrix ([`RunMaxima`]).
 
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
@@ -25,7 +25,7 @@ pub struct GateSizes {
     pub most: usize,
 }
 
-/// Number of numbers that represent a mean.
+/// Number of values that represent a mean.
 const PARTS: usize = 2;
 
 impl GateSizes {
