@@ -46,7 +46,7 @@ pub fn vertical_slash_layout(
     build(numbers.map_err(OpError::read)?, shape)
 }
 
-/// Builds [`vertical_slash_layout`], but yields to other tasks while it waits for the device. On the web, GPUs can only be read this way.
+/// Builds the layout of [`vertical_slash_layout`], and yields to other tasks while it waits for the device. On the web, GPUs can only be read this way.
 ///
 /// # Errors
 /// Those of [`vertical_slash_layout`].

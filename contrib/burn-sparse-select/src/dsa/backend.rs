@@ -257,7 +257,7 @@ impl IndexerOps for CubeBackend {
             near: call.near,
             seen: seen.as_ref().map(|seen| seen.meta.shape()[0]),
         };
-        // Nearest keys are forced when keys are selected.
+        // The selection kernel forces near keys, so scores need not.
         let sum = PairSum::Scores {
             factor: pairs.factor(),
             near: 0,

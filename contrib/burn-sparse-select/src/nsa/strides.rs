@@ -35,7 +35,7 @@ impl Nsa {
     /// Returns the selection over pages of `page` tokens, of [`keep`](crate::nsa::NsaOptions::keep) blocks.
     ///
     /// # Errors
-    /// [`OpError`] if the page size does not divide the selected block, or is not a multiple of the stride.
+    /// [`OpError`] if the page size is not a power of two, does not divide the selected block, or is not a multiple of the stride.
     pub fn on_pages(&self, page: usize) -> Result<PageChoice, OpError> {
         let options = self.options();
         let (stride, selected) = (options.stride, options.selected_block);
