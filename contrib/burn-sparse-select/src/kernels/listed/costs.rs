@@ -50,7 +50,7 @@ struct Counts {
     seen: f64,
     /// Keys that queries list.
     listed: f64,
-    /// Keys of the unions of groups, per query.
+    /// Keys of the unions, summed over groups.
     united: f64,
 }
 

@@ -203,7 +203,7 @@ fn mainloop_tile(
         backward,
     };
     let most = hardware.max_shared_memory_size;
-    // Forward aims at 16 warps, if their cubes fit, so some multiply while others wait. Wide ones use the registers of two.
+    // Forward aims at 16 warps, if their cubes fit, so some multiply while others wait. A wide warp uses the registers of two.
     let cubes = match backward || wide {
         true => (4 / warps).max(2),
         false => (16 / warps).clamp(2, 4),

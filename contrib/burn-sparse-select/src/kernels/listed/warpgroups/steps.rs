@@ -105,7 +105,7 @@ pub fn next_stage(stage: u32) -> u32 {
     next
 }
 
-/// Returns the number of steps of a list: for groups as many as its entries fill, otherwise those up to the last entry.
+/// Returns the number of steps of a list: for groups as many as its entries fill, otherwise see [`filled_steps`].
 #[cube]
 pub fn steps_of(
     lists: &[i32],
@@ -122,7 +122,8 @@ pub fn steps_of(
     }
 }
 
-/// Returns the number of steps of `keys` keys up to the last one with a key. Lists of single keys have no entries after the first empty one.
+/// Returns the number of steps of `keys` keys up to the last one with a key. Lists of single keys have no entries after the first empty one. For lists of
+/// blocks all steps count.
 #[cube]
 fn filled_steps(
     lists: &[i32],
