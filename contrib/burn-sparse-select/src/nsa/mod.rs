@@ -32,7 +32,7 @@ pub use strides::NsaStrides;
 ///
 /// ```text
 /// compressed   softmax over compressed blocks i with i · stride + block ≤ position + 1, of φ(keys of the block), φ(values of the block)
-/// selected     softmax over the keys of `keep` blocks J of selected_block keys: the first, the nearest two, and those of the largest
+/// selected     softmax over the keys of `keep` blocks J of selected_block keys: the first, the nearest two, and those with the largest
 ///              Σ over the group's heads h and compressed i of p_compressed[h, i] · overlap(i, J)
 /// window       softmax over the last `window` keys
 /// ```

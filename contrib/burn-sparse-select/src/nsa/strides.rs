@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! tokens       0 1 2 3 | 4 5 6 7 | 8 9 …      stride 4, block 8
-//! compressed      –    |  [0, 8) | [4, 12)    nothing ends with the first stride
+//! compressed      –    |  [0, 8) | [4, 12)    no block ends with the first stride
 //! ```
 
 use blocksparse::Always;

@@ -2,8 +2,8 @@
 //! head) pairs. It computes their products, the gradient of each pair from these, and multiplies it with the columns.
 //!
 //! ```text
-//! by queries   rows: (query, head)   against: keys up to the last of the queries, or those that a query lists
-//! by keys      rows: keys            against: (query, head), from the first query that sees one of the keys on
+//! by queries   rows: (query, head)   columns: keys up to the last of the queries, or the keys that a query lists
+//! by keys      rows: keys            columns: (query, head), from the first query on that sees one of the keys
 //! ```
 //!
 //! There are few keys compared to their columns, so several cubes split the mainloop of a tile of keys. Each takes every n-th step, and has sums of its own.

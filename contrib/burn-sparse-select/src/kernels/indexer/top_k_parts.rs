@@ -4,8 +4,8 @@
 //! part, and a last launch lists each part's selection:
 //!
 //! ```text
-//! level 0, 1, 2   the digit of the level before, of what all parts counted; then the counts of this level's digits in the cube's own part
-//! list            the last digit; how many are selected in the parts before; the numbers of the cube's own part
+//! level 0, 1, 2   find the digit of the level before from the counts of all parts; count this level's digits in the cube's own part
+//! list            find the last digit; count the selected numbers of earlier parts; list those of the cube's own part
 //! ```
 //!
 //! Every cube of a row finds the same digits from the same counts, and the first cube stores them for later launches.

@@ -2,17 +2,17 @@
 //! and are not written. The gradient with respect to queries is the same mainloop, with the rows of the output's gradient next to them.
 //!
 //! ```text
-//! per step j of 16 or 32 keys, of which the next few are on their way to a ring in shared memory:
+//! per step j of 16 or 32 keys; copies of the next few steps are in flight to a ring in shared memory:
 //!     wait for K(j), V(j)
-//!     start K(j + stages − 1), V(j + stages − 1)   cp.async
-//!     s = q · K(j)ᵀ                                mma.sync
+//!     start to copy K(j + stages − 1), V(j + stages − 1)   cp.async
+//!     s = q · K(j)ᵀ                                        mma.sync
 //!     forward:
-//!         p = exp2(s − m')                         registers
-//!         o = a · o + p · V(j)                     mma.sync
+//!         p = exp2(s − m')                                 registers
+//!         o = a · o + p · V(j)                             mma.sync
 //!     dQ:
-//!         dp = dO · V(j)ᵀ                          mma.sync
-//!         ds = exp2(s − lse) ∘ (dp − delta)        registers
-//!         dq += ds · K(j)                          mma.sync
+//!         dp = dO · V(j)ᵀ                                  mma.sync
+//!         ds = exp2(s − lse) ∘ (dp − delta)                registers
+//!         dq += ds · K(j)                                  mma.sync
 //! ```
 //!
 //! Queries share nothing, so a cube of 16 rows is a single warp, and several cubes on a multiprocessor run independently. The L2 cache is the bottleneck: 16

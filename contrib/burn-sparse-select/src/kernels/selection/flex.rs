@@ -2,8 +2,8 @@
 //! distances touch.
 //!
 //! ```text
-//! divergences   how far the attention that blocks get is from what means say      a cube a list
-//! scores        by the way that this decides                                      a unit a score
+//! divergences   √JS between the attention of blocks and its estimate by means   a list per cube
+//! scores        scores by the way that the divergence selects                   a score per unit
 //! ```
 //!
 //! Each list computes a selection only for the way that it takes. Where the products of the last queries are not stored, the shares of blocks are computed

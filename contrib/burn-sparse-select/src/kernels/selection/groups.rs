@@ -4,9 +4,9 @@
 //! heads than query heads.
 //!
 //! ```text
-//! grouped         keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
-//! products        groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
-//! attention sums  softmax of each row, its sums by blocks          a cube a row of blocks
+//! grouped         keys with the rows of each group in reverse order; queries in order, if the last group is incomplete
+//! products        groups of queries by groups of keys; some rows of blocks at a time, with the keys that they see
+//! attention sums  softmax of each row and its sums by blocks; a row of blocks per cube
 //! ```
 //!
 //! Where the matmul's epilogue can compute sums of exponentials over the groups of a block ([`RunSums`]), no product is stored, and the attention sums are

@@ -1,11 +1,11 @@
 //! The sums of [`lines`](crate::kernels::selection::lines) without storing products: tensor cores compute the products twice, and only sums are written.
 //!
 //! ```text
-//! logarithms   of the sums of exponentials over runs of keys, in the product       [lists, queries, runs]
-//! row logs     of a query's whole sum                                              a cube a query
-//! shares       what blocks of keys get, for who asks before there are lines         32 blocks a cube
-//! sums         of weights, over keys and along diagonals, in the product again     of each tile and 64 queries
-//! lines        what tiles have of a key, and of a distance, added up               a unit each
+//! logarithms   ln Σ exp over runs of keys, in the first matmul               [lists, queries, runs]
+//! row logs     log2 Σ exp of each query                                      a query per cube
+//! shares       attention of key blocks, where it is needed before the sums   32 blocks per cube
+//! sums         weights over keys and diagonals, in the second matmul         per tile and 64 queries
+//! lines        sums over tiles, for each key and each distance               one of each per unit
 //! ```
 
 use crate::kernels::selection::products::{RowsView, RunSums, asked, pitch};

@@ -1,9 +1,9 @@
 //! Sums of the last queries' attention over columns (keys) and over diagonals (distances back to a key).
 //!
 //! ```text
-//! products     of the last queries of some heads with all keys           [heads, queries, keys]
-//! stats        largest and sum of exponentials of parts of a row         a cube a part
-//! sums         over the queries of a key, and of a distance              a unit a key and a distance
+//! products     last queries of some heads times all keys                     [heads, queries, keys]
+//! stats        maximum and sum of exponentials of parts of a row             a part per cube
+//! sums         sums over queries, for each key and each distance             one of each per unit
 //! ```
 //!
 //! Where tensor cores can compute the products twice ([`line_weights`](crate::kernels::selection::line_weights)), they are not stored.

@@ -241,10 +241,10 @@ pub struct AlikeScores {
 /// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
 ///
 /// ```text
-/// means of all keys      if keys are taken less those                       two launches
-/// means and self-similarities   of blocks of keys and of queries, each read once   a cube a block
+/// means of all keys              if they are subtracted from the keys                     two launches
+/// means and self-similarities    of key blocks and query blocks; reads each block once    a block per cube
 /// products of means
-/// their softmax          +∞ where a block is not alike                      a plane a row
+/// softmax of the products        +∞ for blocks below the self-similarity limit            a row per plane
 /// ```
 pub fn alike_scores(
     client: &Client,

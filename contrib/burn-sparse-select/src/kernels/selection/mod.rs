@@ -1,17 +1,17 @@
 //! Block scores by which selections choose key blocks. On any CubeCL runtime; products in half precision run on tensor cores where available.
 //!
 //! ```text
-//! products      rows times rows: on tensor cores, or in f32
+//! products      matmuls a · bᵀ: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
-//! lines         the attention of the last queries, summed over keys and over distances
-//! line_weights  the same without products in memory, where tensor cores make them twice
-//! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
-//! touched       blocks in which something is kept
-//! flex          those, or the highest by means, as a head's last queries say
-//! gate          the blocks that single queries choose by means, in the products, and the highest products of rows with those of blocks, which are written alone
-//! highest       the blocks of the highest scores of rows, a row to a warp
-//! means         the products of means of blocks, and their softmax, also where blocks are alike in themselves
-//! compressed    the attention that blocks get in compressed form, and what single queries choose by it
+//! lines         attention of the last queries, summed over keys and over distances
+//! line_weights  the same without stored products: tensor cores compute them twice
+//! threshold     smallest selected number of each line, by count or by share of the total
+//! touched       blocks that contain a selected key or distance
+//! flex          touched blocks, or the highest by means, as the last queries of a list decide
+//! gate          per-query selection of blocks by means, in the matmul's epilogue; highest product of each row with each run of rows
+//! highest       blocks of the highest scores of each row, a row per warp
+//! means         products of block means, their softmax, and self-similarity of blocks
+//! compressed    attention of key blocks via compressed blocks, and per-query selection by it
 //! ```
 //!
 //! Intermediate buffers have at most [`NUMBERS`] elements, unless a single row of blocks needs more. Every element has one writer and sums have a fixed order,

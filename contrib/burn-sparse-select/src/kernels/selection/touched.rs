@@ -1,9 +1,9 @@
 //! Key blocks that contain a selected key or a selected distance from a query back to a key, or that are selected as a whole.
 //!
 //! ```text
-//! flags       whether a block of keys has one that is kept, and which distances between blocks have one     16 units a flag
-//! heaviest    the same of whole blocks of keys, and of whole distances between blocks                       a unit a flag
-//! scores      1 and 0 of blocks of queries and of keys                                                      a unit a score
+//! flags       whether a key block contains a selected key; which block distances contain a selected distance   16 units per flag
+//! heaviest    whether a key block, or a block distance, is among the heaviest                                  a unit per flag
+//! scores      1 or 0 for each query block and key block                                                        a unit per score
 //! ```
 
 use std::ops::Range;

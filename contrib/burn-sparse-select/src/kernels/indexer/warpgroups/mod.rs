@@ -4,11 +4,11 @@
 //! all warpgroups read them. The result of a step is one number per key and query: a unit sums its columns of a query, and three adjacent units the others.
 //!
 //! ```text
-//! order    the steps of a launch
-//! heads    what the heads of a query give a key, added up
-//! halves   of bf16 and f16
-//! bytes    of numbers of 8 bits
-//! blocks   of bf16 and f16, of the keys of blocks that queries list
+//! order    steps of a launch, and their order
+//! heads    sum over a query's heads for each key
+//! halves   kernel for bf16 and f16
+//! bytes    kernel for fp8
+//! blocks   kernel for the keys of listed blocks, bf16 and f16
 //! ```
 
 mod blocks;

@@ -4,11 +4,11 @@
 //!
 //! ```text
 //! cube, for tiles of places of the same block, one after the other:
-//!     K and V of the block                                      cp.async, by all warps
-//!     every warpgroup, per third step of 64 rows:
-//!         wait until all warps' copies of q are there           mbarrier
+//!     copy K and V of the block                                 cp.async, by all warps
+//!     every warpgroup, for every third step of 64 rows:
+//!         wait until all warps' copies of q are complete        mbarrier
 //!         start s = q · Kᵀ                                      wgmma
-//!         start this warp's rows of q of the next step          cp.async
+//!         start to copy this warp's rows of q of the next step  cp.async
 //!         p = exp2(s − m)    l = Σ p                            registers
 //!         o = p · V                                             wgmma, p in registers
 //!         write o / l and m + log l                             in the order of places

@@ -3,12 +3,12 @@
 //!
 //! ```text
 //! every warpgroup, per step j of the list:
-//!     wait until all warps' copies of K(j), V(j) are there    mbarrier
-//!     start s = q · K(j)ᵀ                                     wgmma
-//!     start this warp's rows of K(j + 1), V(j + 1)            cp.async
-//!     p = exp2(s − m')                                        registers
-//!     start x = p · V(j)                                      wgmma, p in registers
-//!     say that this warp's copies of step j + 1 are there
+//!     wait until all warps' copies of K(j), V(j) are complete    mbarrier
+//!     start s = q · K(j)ᵀ                                        wgmma
+//!     start to copy this warp's rows of K(j + 1), V(j + 1)       cp.async
+//!     p = exp2(s − m')                                           registers
+//!     start x = p · V(j)                                         wgmma, p in registers
+//!     signal that this warp's copies of step j + 1 are complete
 //!     o = a · o + x
 //! dQ:
 //!     s = q · K(j)ᵀ    dp = dO · V(j)ᵀ    ds = exp2(s − lse) ∘ (dp − delta)    dq += ds · K(j)

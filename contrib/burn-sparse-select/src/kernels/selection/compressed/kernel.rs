@@ -1,11 +1,11 @@
 //! The kernel: a warp has all heads of some queries, and iterates over the compressed blocks that they see.
 //!
 //! ```text
-//! s = q · kᵀ                 wgmma or mma.sync: 16 rows are the heads of a query, of two or of four; queries stay in registers
-//! p = exp2(s − lse)          0 where a query does not see a compressed block
-//! sums over heads            8 lanes trade halves of what they have, so that each ends with some sums
-//! sums over what overlaps    of this step and the one before, in shared memory of the warp's own
-//! the highest few            a lane has the i-th highest of a query; what is above the last is inserted
+//! s = q · kᵀ           wgmma or mma.sync; 16 rows are the heads of one, two or four queries and stay in registers
+//! p = exp2(s − lse)    0 where a query does not see a compressed block
+//! sums over heads      8 lanes exchange halves of their columns; each ends with the sums of some columns
+//! sums over overlaps   over this step and the one before, in the warp's own shared memory
+//! top-k                lane i holds the i-th highest block of a query; blocks above the last one are inserted
 //! ```
 //!
 //! Keys are copied one step ahead. Warps synchronize once per step, after they have read the keys of the step before.

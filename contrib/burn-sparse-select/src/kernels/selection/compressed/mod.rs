@@ -8,11 +8,11 @@
 //! it. Scores are never stored, and attention sums only on request.
 //!
 //! ```text
-//! tile      what a call gets, or why not
-//! kernel    a launch, and how a warp goes through compressed blocks
-//! steps     products, their sums over heads and over what overlaps
-//! chosen    the highest few
-//! asm       PTX of them
+//! tile      choice of the tile of a call, or the reason why it has none
+//! kernel    launch, and a warp's iteration over compressed blocks
+//! steps     products, and their sums over heads and overlaps
+//! chosen    top-k of each query
+//! asm       PTX of these
 //! ```
 
 mod asm;
