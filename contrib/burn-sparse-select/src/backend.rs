@@ -1,4 +1,4 @@
-//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
+//! Backend traits and the values they exchange. For crates that add a backend, not for users of the ops.
 
 #[cfg(feature = "cube")]
 pub use crate::dsa::ops::{

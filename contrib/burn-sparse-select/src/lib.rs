@@ -1,13 +1,13 @@
-//! Sparse attention by content for Burn: queries choose their keys while the model runs.
+//! Content-based sparse attention for Burn: queries select their keys at run time.
 //!
-//! A [`Selection`] is a method with its rule, also as text (`topk:32,4`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`], [`dsa`] and [`msa`]
-//! learn what to choose, [`pages`] chooses pages of a KV cache by scores, and [`SelectedBlocks`] and [`TokenIndices`] take choices of your own.
+//! A [`Selection`] is a method with its rule, also written as text (`topk:32,4`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`], [`dsa`] and
+//! [`msa`] are trained selections, [`pages`] selects pages of a KV cache by scores, and [`SelectedBlocks`] and [`TokenIndices`] take index lists of your own.
 //!
-//! Everything computes on the tensors of [`burn_blocksparse`], and by its kernels where they run.
+//! All of it computes on the tensors of [`burn_blocksparse`], with its kernels where they run.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// What the macro makes of the backend traits has no arm then, which would use the arguments.
+// Without a backend, the arms that the macro generates for the backend traits are empty and leave their arguments unused.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(unused_variables)

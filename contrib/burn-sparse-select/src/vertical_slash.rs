@@ -1,16 +1,16 @@
-//! Vertical-slash layouts whose columns and diagonals are tensors.
+//! Vertical-slash layouts from tensors of columns and diagonals.
 
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use burn::tensor::{Int, Tensor, TensorData, Transaction};
 
 use burn_blocksparse::OpError;
 
-/// The vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were chosen at run time: head `h` allows
-/// `j ≤ i ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with
-/// `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. A number may come twice, so that heads that need fewer fill up their row.
+/// Builds the vertical-slash layout (Jiang et al., MInference, 2024, section 3) of columns and diagonals that were selected at run time. Head `h` allows
+/// `j ≤ i ∧ (j ∈ vertical[h] ∨ i − j ∈ slash[h])`, as [`Pattern::vertical_slash`] does. `i` and `j` are positions: with `seq_q ≠ seq_kv` query row `r` is at
+/// `r + seq_kv − seq_q`. Duplicates are allowed, so heads with fewer columns or diagonals can pad their rows.
 ///
-/// The numbers are **read back to the host**, which waits for the device, and the layout is built there, in the time of
-/// [`BlockLayout::new`]: once per prompt, not per layer and step. Layouts per batch entry are stacked with [`BlockLayout::stack_batch`].
+/// The tensors are **read back to the host**, which waits for the device, and the layout is built there, in the time of [`BlockLayout::new`]. Call it once per
+/// prompt, not per layer and step. [`BlockLayout::stack_batch`] combines layouts of batch entries.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -35,7 +35,7 @@ use burn_blocksparse::OpError;
 /// - `slash`: `[heads, diagonals]`, distances from a query back to a key, in `0..seq_kv`
 ///
 /// # Errors
-/// [`OpError`] if the heads are not the shape's, a number is out of range, or the shape is none a layout can have.
+/// [`OpError`] if the number of heads differs from the shape's, an element is out of range, or no layout can have the shape.
 pub fn vertical_slash_layout(
     vertical: Tensor<2, Int>,
     slash: Tensor<2, Int>,
@@ -46,10 +46,10 @@ pub fn vertical_slash_layout(
     build(numbers.map_err(OpError::read)?, shape)
 }
 
-/// [`vertical_slash_layout`] that lets others run while it waits for the device: on the web there is no other way to read from a GPU.
+/// Builds the layout of [`vertical_slash_layout`], and yields to other tasks while it waits for the device. On the web, GPUs can only be read this way.
 ///
 /// # Errors
-/// As [`vertical_slash_layout`].
+/// Those of [`vertical_slash_layout`].
 pub async fn vertical_slash_layout_async(
     vertical: Tensor<2, Int>,
     slash: Tensor<2, Int>,
@@ -71,7 +71,7 @@ fn check(
     Ok(())
 }
 
-/// Both tensors in one wait.
+/// Reads both tensors in one transaction.
 fn read(vertical: Tensor<2, Int>, slash: Tensor<2, Int>) -> Transaction {
     Transaction::default().register(vertical).register(slash)
 }
@@ -88,7 +88,7 @@ fn build(numbers: Vec<TensorData>, shape: LayoutShape) -> Result<BlockLayout, Op
     Ok(BlockLayout::new(&pattern, shape)?)
 }
 
-/// The elements of each head, if they are positions of keys.
+/// Returns the elements of each head, if they are key positions.
 fn per_head(
     argument: &'static str,
     numbers: &TensorData,

@@ -1,4 +1,4 @@
-//! An indexer's scores and losses on CubeCL devices.
+//! An indexer's scores, selections and losses on CubeCL devices.
 
 use crate::kernels::indexer as kernels;
 use crate::kernels::indexer::{
@@ -25,13 +25,13 @@ use burn_blocksparse::internal::cube::{
     empty, integers, launched, readable, typed, uses_reference,
 };
 
-/// Numbers that rows begin at multiples of, of half precision.
+/// Alignment of rows in elements of half precision: 16 bytes.
 const ALIGNMENT: usize = 8;
 
-/// Slabs of queries whose lists by blocks are in memory at a time.
+/// Number of slabs of queries whose lists by blocks are in memory at a time.
 const SLABS: usize = 32;
 
-/// The type of floats of up to 32 bits, or of half precision alone, that kernels may be asked for.
+/// Returns the kernel's type of a float dtype of up to 32 bits, or with `half` of half precision only.
 fn element_of(dtype: DType, half: bool) -> Option<ElemType> {
     let is_float = match dtype {
         DType::F32 => !half,
@@ -40,18 +40,18 @@ fn element_of(dtype: DType, half: bool) -> Option<ElemType> {
     (is_float && !uses_reference()).then(|| dtype_to_elem_type(dtype))
 }
 
-/// Returns whether kernels take pairs of such sizes and of elements of a type on a device.
+/// Returns whether kernels serve pairs of these sizes and dtype on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
     let element = element_of(dtype, false);
     element.is_some_and(|element| check(&device.client(), element, sizes).is_ok())
 }
 
-/// Returns whether a kernel of their own selects the keys of scores.
+/// Returns whether a device has the kernel that selects keys by scores.
 pub(crate) fn has_top_k(device: &CubeDevice) -> bool {
     RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
 }
 
-/// Returns whether a kernel makes the scores of blocks of so many keys that queries list, so many queries of one batch entry at a time.
+/// Returns whether a device has the kernel that scores the keys of listed blocks, for one batch entry at a time.
 pub(crate) fn has_block_sums(
     device: &CubeDevice,
     dtype: DType,
@@ -63,13 +63,13 @@ pub(crate) fn has_block_sums(
         .is_some_and(|element| kernels::has_block_sums(&client, element, &sizes, block))
 }
 
-/// Returns whether a kernel rounds rows of such a width.
+/// Returns whether a device has the kernel that rounds rows of this width.
 pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
     let element = element_of(dtype, false);
     element.is_some_and(|element| check_rounding(&device.client(), element, width).is_ok())
 }
 
-/// The highest products of blocks, of queries `[batch, heads, .., width]`.
+/// Returns the problem of the highest products per block, for queries `[batch, heads, .., width]`.
 fn run_maxima([batch, heads, _, width]: [usize; 4], call: &BlockMaxima) -> RunMaxima {
     RunMaxima {
         rows: [batch * heads, call.rows[1]],
@@ -79,7 +79,7 @@ fn run_maxima([batch, heads, _, width]: [usize; 4], call: &BlockMaxima) -> RunMa
     }
 }
 
-/// Returns whether a kernel makes the highest products of blocks, of such queries of a type.
+/// Returns whether a device has the kernel of the highest products per block, for these queries.
 pub(crate) fn has_maxima(
     device: &CubeDevice,
     dtype: DType,
@@ -90,7 +90,7 @@ pub(crate) fn has_maxima(
     element_of(dtype, true).is_some_and(|element| of.is_served(&device.client(), element))
 }
 
-/// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.
+/// Contiguous tensors of queries, keys, and per-query numbers (weights or lse, in f32).
 struct Pairs {
     q: CubeTensor,
     k: CubeTensor,
@@ -126,7 +126,7 @@ impl Pairs {
         }
     }
 
-    /// The keys in fp8, if rows are rounded to it and a kernel takes them so.
+    /// Packs the keys in fp8, if rows are rounded to it and a kernel serves them in this form.
     fn bytes(&self, sizes: &PairSizes, sum: &PairSum, in_fp8: bool) -> Option<KeyBytes> {
         let inputs = self.inputs(None, None);
         if !in_fp8 {
@@ -138,7 +138,7 @@ impl Pairs {
         bytes
     }
 
-    /// Sums of pairs, `[batch, rows, columns]`.
+    /// Computes sums of pairs: `[batch, rows, columns]`.
     fn sums(
         &self,
         sizes: &PairSizes,
@@ -153,7 +153,7 @@ impl Pairs {
         out
     }
 
-    /// What scores are multiplied by.
+    /// Returns the factor of the scores.
     fn factor(&self) -> f64 {
         let [_, heads, _, width] = self.q.meta.shape().dims::<4>();
         1.0 / ((heads * width) as f64).sqrt()
@@ -164,7 +164,7 @@ fn index_pairs(index: IndexInputs<CubeBackend>) -> Pairs {
     Pairs::new([index.q, index.k, index.weights])
 }
 
-/// The keys of the highest scores among those of blocks that queries list.
+/// Selects the keys of the highest scores within the blocks that queries list.
 fn choice_in_blocks(
     index: IndexInputs<CubeBackend>,
     ([blocks, seen], block): ([&CubeTensor; 2], usize),
@@ -205,7 +205,7 @@ fn choice_in_blocks(
             of_rows: &of_rows,
             ..pairs.inputs(None, None)
         };
-        // Slabs of as many rows have their lists made at once.
+        // Slabs of equally many rows get their lists in one launch.
         let as_long = slabs.chunk_by(|a, b| a.rows[1] == b.rows[1]);
         for slabs in as_long.flat_map(|slabs| slabs.chunks(SLABS)) {
             let first = &slabs[0];
@@ -257,7 +257,7 @@ impl IndexerOps for CubeBackend {
             near: call.near,
             seen: seen.as_ref().map(|seen| seen.meta.shape()[0]),
         };
-        // What is near is known where keys are selected.
+        // The selection kernel forces near keys, so scores need not.
         let sum = PairSum::Scores {
             factor: pairs.factor(),
             near: 0,
@@ -268,7 +268,7 @@ impl IndexerOps for CubeBackend {
         let bytes = pairs.bytes(&all, &sum, call.in_fp8);
         let slabs = top_k.slabs(&all, call.chunk_elements);
         let numbers = slabs.iter().map(PairSizes::elements).max().unwrap_or(0);
-        // All slabs in turn have the same scores in memory.
+        // All slabs reuse the same buffer of scores.
         let scores = empty(&pairs.q, [numbers], DType::F32);
         let chosen = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
         let client = &pairs.q.client;
@@ -367,7 +367,7 @@ impl IndexerOps for CubeBackend {
             };
             let found = [&by_q.handle, &by_weights.handle];
             launched(by_queries(&client, &sizes, &gradients, found));
-            // Keys are met by all queries that list them: of all pairs, most of which give nothing.
+            // The gradient with respect to keys sums over all queries that list a key. It runs over all pairs, most of which contribute nothing.
             let all = PairSizes {
                 listed: None,
                 ..sizes

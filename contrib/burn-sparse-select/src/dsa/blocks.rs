@@ -1,4 +1,4 @@
-//! Choices in two stages: blocks of keys first, and single keys within them (HISA: Xu et al., 2026, arXiv 2603.28458).
+//! Two-stage selection: first blocks of keys, then single keys within them (HISA: Xu et al., 2026, arXiv 2603.28458).
 
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::OpError;
@@ -11,31 +11,30 @@ use crate::dsa::scores::{DsaIndex, DsaLists};
 use crate::dsa::slabs::has_kernels;
 use crate::selection::parts::{in_steps, padded};
 
-/// The blocks among whose keys a query chooses.
+/// Blocks in which a query selects its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub count: usize,
-    /// Keys of each.
+    /// Number of keys of a block.
     pub size: usize,
 }
 
 impl Blocks {
-    /// Keys of all of them.
+    /// Returns the number of keys of all blocks.
     pub fn keys(&self) -> usize {
         self.count.saturating_mul(self.size)
     }
 
-    /// A query's own block, and those before it that may have one of the keys near it.
+    /// Returns the number of blocks that may contain near keys: the query's own and some before it.
     fn local(&self, near: usize) -> usize {
         1 + (near.max(1) - 1).div_ceil(self.size)
     }
 }
 
 impl Dsa {
-    /// The same in two stages (HISA: Xu et al., 2026), for sequences of more than `blocks` blocks of `block` keys. A query first chooses `blocks` blocks: the scores
-    /// are the indexer's, with the mean of a block's keys for a key. The first block and the query's own are always among them, and so are those of
-    /// [near](Self::with_near) keys. Then it chooses among the keys of these blocks, by the same scores as without. The paper has 64 blocks of 128 keys, for
-    /// models that were trained without.
+    /// Selects in two stages (HISA: Xu et al., 2026), for sequences of more than `blocks` blocks of `block` keys. A query first selects `blocks` blocks, by the
+    /// indexer's score with the mean of a block's keys as key. The first block, the query's own and those of [near](Self::with_near) keys are always among
+    /// them. Then it selects among the keys of these blocks by the usual scores. The paper uses 64 blocks of 128 keys, on models that were trained without.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -51,7 +50,7 @@ impl Dsa {
     /// ```
     ///
     /// # Errors
-    /// [`OpError`] if `block` is 0, or there are fewer blocks than are always chosen, or than have as many keys as are kept.
+    /// [`OpError`] if `block` is 0, or if `blocks` is too small for the forced blocks or for `keep` keys.
     pub fn with_blocks(self, blocks: usize, block: usize) -> Result<Self, OpError> {
         OpError::ensure_positive("block", block)?;
         let within = Some(Blocks {
@@ -61,7 +60,7 @@ impl Dsa {
         Self { within, ..self }.with_enough_blocks()
     }
 
-    /// Returns the number of blocks that a query chooses first, and the keys of a block.
+    /// Returns the number of blocks that a query selects first, and the keys of a block.
     pub fn blocks(&self) -> Option<[usize; 2]> {
         self.within.map(|of| [of.count, of.size])
     }
@@ -78,7 +77,7 @@ impl Dsa {
         Ok(self)
     }
 
-    /// As [`listed`](Self::listed), of queries that see so many keys, `[batch or 1, seq_q]`.
+    /// Runs [`listed`](Self::listed) in two stages. `seen` is the number of keys that each query sees, `[batch or 1, seq_q]`.
     pub(super) fn listed_in_blocks(
         &self,
         index: &DsaIndex,
@@ -94,7 +93,7 @@ impl Dsa {
             within: None,
             ..*self
         };
-        // The first block has no score, so a query sees as many of the others as its own block's number.
+        // The first block has no score, so the number of other blocks that a query sees is the index of its own block.
         let first = Self {
             keep: count - 1,
             near: of.local(self.near),
@@ -105,7 +104,7 @@ impl Dsa {
         let others = others.add_scalar(1).mask_fill(none, -1);
         let first = Tensor::zeros([batch, seq_q, 1], (&index.q.device(), DType::I32));
         let blocks = Tensor::cat(vec![first, others], 2);
-        // Of the keys of these blocks: its own is the last, and the others are whole.
+        // Number of listed keys that a query sees. Its own block is the last; the others are complete.
         let seen = own.clamp_max(count as i32 - 1).mul_scalar(size) + in_own;
         #[cfg(feature = "cube")]
         {
@@ -118,7 +117,7 @@ impl Dsa {
         one_stage.listed_among(index, blocks, seen, of)
     }
 
-    /// The same among the keys of blocks that each query lists, i32 `[batch, seq_q, blocks]`, ascending, −1 behind the last; of these keys it sees so many.
+    /// Selects among the keys of blocks that each query lists, i32 `[batch, seq_q, blocks]`, ascending, then −1. A query sees the first `seen` of these keys.
     fn listed_among(
         &self,
         index: &DsaIndex,
@@ -131,7 +130,7 @@ impl Dsa {
         let device = index.q.device();
         let numbers = |count: usize| arange(count, &device);
         let entries = numbers(batch).mul_scalar(seq_kv as i32);
-        // Where no kernel reads keys where they are, they are copied for each query.
+        // Without a kernel that reads keys in place, keys are copied for each query.
         let each = match has_kernels(index, self.numbers) {
             true => 1,
             false => width,
@@ -172,7 +171,8 @@ impl Dsa {
 }
 
 impl DsaIndex {
-    /// The same with the means of blocks for keys, of all but the first. The last block may not be whole: who sees it does not choose it by its mean.
+    /// Returns the index whose keys are the means of blocks, except the first block. The last block may be incomplete, but queries that see it never select it
+    /// by its mean.
     fn means_behind_first(&self, size: usize) -> Self {
         let [batch, _, seq_kv, width] = self.k.dims();
         let blocks = seq_kv.div_ceil(size);

@@ -1,4 +1,4 @@
-//! What an indexer is compared over, and what comes of it: a loss with its gradients.
+//! The keys that an indexer's loss compares, and a loss with its gradients.
 
 use burn::tensor::Tensor;
 
@@ -10,13 +10,13 @@ use burn_blocksparse::internal::sums::sum_all;
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum DsaTarget<'a> {
-    /// All that a query sees, with dense attention: for the indexer's warm-up.
+    /// All keys that a query sees, with dense attention: for the indexer's warm-up.
     All,
-    /// Those that were chosen, with what they have of dense attention, scaled so that their sum is 1.
+    /// The selected keys, with their dense attention normalized to sum 1.
     Chosen(&'a TokenIndices),
 }
 
-/// A loss, and its gradients with respect to the parts of an index, in the dtype of scores and without autodiff.
+/// A loss and its gradients with respect to the parts of an index, in the dtype of scores and without autodiff.
 pub(crate) struct Found {
     pub loss: Tensor<1>,
     pub q: Tensor<4>,
@@ -25,7 +25,7 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// The loss with its gradients, in the graph of the index, if that has one.
+    /// Returns the loss as a node of the index's autodiff graph, if there is one.
     pub fn in_graph_of(self, index: &DsaIndex) -> Tensor<1> {
         if !index.q.is_autodiff() {
             return self.loss;
@@ -34,7 +34,7 @@ impl Found {
         let inside = |by: Tensor<4>| like(by, &index.q);
         let by_weights = inside(self.weights.unsqueeze_dim(3));
         let weights = index.weights.clone().unsqueeze_dim::<4>(3);
-        // The value of the loss, with the gradient of what is linear in the index.
+        // The value of the loss, with the gradient of a function that is linear in the index.
         let linear = sum_all(index.q.clone().cast(dtype) * inside(self.q))
             + sum_all(index.k.clone().cast(dtype) * inside(self.k))
             + sum_all(weights.cast(dtype) * by_weights);
@@ -42,7 +42,7 @@ impl Found {
     }
 }
 
-/// On the autodiff device of another tensor.
+/// Moves a tensor to the autodiff device of another tensor.
 pub(crate) fn like<const D: usize>(x: Tensor<D>, other: &Tensor<4>) -> Tensor<D> {
     let x = x.autodiff();
     match other.gradient_checkpointing_strategy() {

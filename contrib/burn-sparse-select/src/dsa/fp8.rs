@@ -1,4 +1,4 @@
-//! An indexer's queries and keys in 8 bits.
+//! An indexer's queries and keys in fp8.
 
 use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 use burn::tensor::{DType, Tensor, TensorData};
@@ -10,13 +10,13 @@ use crate::dsa::scores::DsaIndex;
 use burn_blocksparse::OpError;
 
 impl DsaIndex {
-    /// The same with queries and keys in fp8, as DeepSeek-V3.2-Exp's indexer has them (its report, 2025, and `inference/model.py`): rotated by a Hadamard matrix,
-    /// and rounded to E4M3 times a power of two of each row, [`HadamardFp8::round`]. They stay tensors of their dtype, which holds such numbers as they are (f16
-    /// loses those below 2⁻²⁴), so every device makes the same scores of them, but for the order of sums; GPUs of compute capability 9.0 multiply rows of 128
-    /// with 8, 16, 32, 64 or 128 heads in fp8. An index that is in fp8 stays as it is.
+    /// Rounds queries and keys to fp8 as DeepSeek-V3.2-Exp's indexer does (its report, 2025, and `inference/model.py`). Rows are rotated by a Hadamard matrix
+    /// and rounded to E4M3 times a power of two per row, see [`HadamardFp8::round`]. They stay tensors of their dtype, which represents such numbers exactly
+    /// (f16 loses those below 2⁻²⁴), so every device computes the same scores up to the order of sums. GPUs of compute capability 9.0 multiply rows of 128 with
+    /// 8, 16, 32, 64 or 128 heads in fp8. An index that is in fp8 stays unchanged.
     ///
-    /// It is for choosing: what is rounded has no gradient. Keys that are kept for later queries, in a cache or in pages, are those of an index in fp8, with
-    /// [`with_keys`](Self::with_keys).
+    /// Use it for selection only: rounded rows have no gradient. Keys that are stored for later queries, in a cache or in pages, must come from an index in
+    /// fp8; pass them to [`with_keys`](Self::with_keys).
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -50,15 +50,15 @@ impl DsaIndex {
         })
     }
 
-    /// Returns whether its queries and keys are in fp8.
+    /// Returns whether queries and keys are in fp8.
     pub fn is_in_fp8(&self) -> bool {
         self.in_fp8
     }
 
-    /// Its queries with other keys, `[batch, 1, seq_kv, index_dim]`: if they are in fp8, keys of indexes that are.
+    /// Returns the index with other keys, `[batch, 1, seq_kv, index_dim]`. If the index is in fp8, they must be keys of an index in fp8.
     ///
     /// # Errors
-    /// As [`new`](Self::new)'s.
+    /// Those of [`new`](Self::new).
     pub fn with_keys(self, k: Tensor<4>) -> Result<Self, OpError> {
         let in_fp8 = self.in_fp8;
         let index = Self::new(self.q, k, self.weights)?;
@@ -78,7 +78,7 @@ fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Tensor<4> {
     }
 }
 
-/// Where there is no kernel.
+/// Rounds on the host, for devices without a kernel.
 fn by_host(x: Tensor<4>, of: HadamardFp8) -> Tensor<4> {
     let (device, dtype, dims) = (x.device(), x.dtype(), x.dims());
     let mut numbers: Vec<f32> = x.into_data().convert_dtype(DType::F32).iter().collect();

@@ -1,5 +1,5 @@
-//! Scores, choices and losses by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or they do not take
-//! the sizes or the dtype.
+//! Scores, selections and losses by kernels, on devices that have them. `None` means that the caller has to use Burn's operations: the device has no kernels,
+//! or they do not serve the sizes or the dtype.
 
 use std::sync::LazyLock;
 
@@ -19,15 +19,15 @@ use crate::selection::layouts::LayoutCache;
 use burn_blocksparse::internal::device::cube;
 use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 
-/// Layouts of dense attention, by which its sums of exponentials are made.
+/// Layouts of dense attention, used to compute lse.
 static DENSE: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
-/// Their blocks.
+/// Block size of these layouts.
 const BLOCK: usize = 64;
 
-/// Queries that blocks are met by: of fewer there is more to launch than to multiply.
+/// Least number of queries for the kernel over blocks. With fewer, launches cost more than the products.
 const FEWEST_QUERIES: usize = 128;
 
-/// Queries and keys of one dtype: of different ones, f32.
+/// Casts queries and keys to f32 if their dtypes differ.
 fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
     match q.dtype() == k.dtype() {
         true => [q, k],
@@ -35,7 +35,7 @@ fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
     }
 }
 
-/// The index as kernels get it.
+/// Returns the index in the form that kernels take.
 fn prepared(index: &DsaIndex) -> DsaIndex {
     let index = index.clone().without_autodiff();
     let [q, k] = of_one_dtype([index.q, index.k]);
@@ -50,25 +50,25 @@ fn inputs(index: DsaIndex) -> IndexInputs<Dispatch> {
     }
 }
 
-/// Queries whose scores are made together, this many elements.
+/// Returns how many queries are scored at once, with about `numbers` scores.
 fn rows_together(index: &DsaIndex, numbers: usize) -> usize {
     together(index.q.dims(), index.seq_kv(), numbers)
 }
 
-/// Returns whether kernels take such queries and keys, so many queries of them at a time.
+/// Returns whether kernels serve a range of queries over these keys.
 fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
     let sizes = PairSizes::new(q.dims(), k.dims(), rows, listed);
     cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
 }
 
-/// Returns whether kernels make the scores of an index, so many numbers at a time.
+/// Returns whether kernels compute the scores of an index, about `numbers` at a time.
 pub(crate) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
     let index = prepared(index);
     let rows = [0, rows_together(&index, numbers)];
     is_served([&index.q, &index.k], rows, None)
 }
 
-/// Rows rotated and rounded to fp8; `None` also where no kernel does that.
+/// Rotates rows and rounds them to fp8; `None` if no kernel does that.
 pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
     let [.., width] = x.dims();
     let is_served = cube::of(&x.device()).is_some_and(|device| rounds(&device, x.dtype(), width));
@@ -78,7 +78,8 @@ pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
     })
 }
 
-/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys after it only if `all` are wanted.
+/// Computes the scores of a range of queries, `[batch, rows, seq_kv]`. The `near` keys up to a query's own get the highest score; keys after it are scored only
+/// if `all` is true.
 pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
     let call = IndexerScores {
         rows,
@@ -90,9 +91,8 @@ pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(index, call))
 }
 
-/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 after the last, `near` keys up to the last that a query sees
-/// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
-/// kernel that selects them.
+/// Returns the keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, then −1, including the last `near` keys that a query sees.
+/// `seen`, `[batch or 1, seq_q]`, is the number of keys that each query sees; by default those up to its position. `None` also if no kernel selects them.
 pub(crate) fn top_k(
     index: &DsaIndex,
     seen: Option<&Tensor<2, Int>>,
@@ -114,7 +114,7 @@ pub(crate) fn top_k(
     Some(choice(index, None, seen.cloned(), call))
 }
 
-/// The choice of an index, among such lists and of so many of the keys.
+/// Runs the selection among the listed keys, or all keys, of which queries see the first `seen`.
 fn choice(
     index: IndexInputs<Dispatch>,
     lists: Option<Tensor<3, Int>>,
@@ -128,8 +128,8 @@ fn choice(
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_choice(index, among, call))
 }
 
-/// The same among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees so many. `None` also where no kernel goes by blocks, or there
-/// are too few queries for it.
+/// Runs [`top_k`] among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees the first `seen`. `None` also if no kernel runs
+/// over blocks, or there are too few queries for it.
 pub(crate) fn top_k_in_blocks(
     index: &DsaIndex,
     (lists, seen): (&Tensor<3, Int>, &Tensor<2, Int>),
@@ -160,8 +160,8 @@ pub(crate) fn top_k_in_blocks(
     Some(choice(inputs(index), lists, seen, call))
 }
 
-/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
-/// the slots that they list, `[queries, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
+/// Returns the list indices of the `most` highest scores of queries, `[queries, most]`, ascending, then −1, including the last `near`. Queries list keys by
+/// slots, `[queries, listed]`, and see the first `seen` of them. `None` also if queries and keys have different dtypes.
 pub(crate) fn top_k_in_lists(
     index: &DsaLists,
     [most, near]: [usize; 2],
@@ -197,8 +197,8 @@ pub(crate) fn top_k_in_lists(
     Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))
 }
 
-/// The highest products of some queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks, `[batch, heads, rows, blocks]`; keys are
-/// `[batch, 1, seq_kv, width]`. `None` where there is no kernel that makes them alone.
+/// Computes the highest products of a range of queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks:
+/// `[batch, heads, rows, blocks]`. Keys are `[batch, 1, seq_kv, width]`. `None` if no kernel computes them without writing all products.
 pub(crate) fn maxima(
     [q, k]: [&Tensor<4>; 2],
     rows: [usize; 2],
@@ -218,7 +218,8 @@ pub(crate) fn maxima(
     })
 }
 
-/// The mean of all numbers, in a fixed order: a mean over all dimensions may be a kernel with atomics, and one over a long one is a single cube's.
+/// Computes the mean of all elements in a fixed order. Burn's mean over all dimensions may be a kernel with atomics, and one over a long dimension runs in a
+/// single cube.
 fn mean(x: Tensor<2>) -> Tensor<1> {
     let count = x.shape().num_elements();
     let width = (1..=count.isqrt())
@@ -229,7 +230,8 @@ fn mean(x: Tensor<2>) -> Tensor<1> {
     sums.reshape([1, count / width]).mean_dim(1).reshape([1])
 }
 
-/// The mean of the losses of queries, and its gradients; of attention with this lse, or of the dense one. `numbers` of scores are in memory at a time.
+/// Computes the mean loss of queries and its gradients, relative to attention with this lse, or to dense attention. About `numbers` scores are in memory at a
+/// time.
 pub(crate) fn loss(
     index: &DsaIndex,
     [q, k]: [&Tensor<4>; 2],
@@ -252,7 +254,7 @@ pub(crate) fn loss(
             (Some(listed), keys, lists.is_causal())
         }
     };
-    // Also without lists: by the keys of lists all pairs are computed.
+    // Checked without lists as well, because the gradient with respect to keys runs over all pairs.
     for listed in [listed, None] {
         if !is_served([&index.q, &index.k], rows, listed) || !is_served([&q, &k], rows, listed) {
             return None;

@@ -1,4 +1,4 @@
-//! What an indexer learns by: how far the softmax of its scores is from the attention that it is to find.
+//! Training loss of an indexer: the divergence of the softmax of its scores from the attention.
 
 use std::ops::Range;
 
@@ -12,19 +12,19 @@ use crate::selection::parts::{NOTHING, added, hidden, in_steps};
 use burn_blocksparse::OpError;
 
 impl Dsa {
-    /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of dense attention's weights over its heads; both over
-    /// the keys of `over`. Differentiable in the index alone: q and k count as they are.
+    /// Computes the mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores and t is the mean over heads of dense attention's weights, both
+    /// over the keys of `over`. Differentiable in the index only; q and k are constants.
     ///
-    /// The gradient, `softmax x − t` through the scores, is made with the loss, some queries at a time, so that no more than 2²⁴ scores, and as many weights, are in
-    /// memory: backward only multiplies it. Where kernels run they compute in f32 and the chosen keys alone are compared, but dense attention runs once, for
-    /// its sums of exponentials; elsewhere it costs the products of dense attention in either case.
+    /// The gradient with respect to the scores, `softmax x − t`, is computed with the loss for some queries at a time, so at most 2²⁴ scores and as many
+    /// weights are in memory; the backward pass only scales it. Kernels compute in f32 and compare only the selected keys, but dense attention runs once for
+    /// its lse. Without kernels it costs the products of dense attention in either case.
     ///
     /// # Shapes
     /// - `q`, `k`: those of the attention, `[batch, heads, seq_q, head_dim]` and `[batch, kv_heads, seq_kv, head_dim]`; `scale` is its scale, or 1/√head_dim
     /// - result: a single number, f32, or f64 for f64
     ///
     /// # Errors
-    /// [`OpError`] if the shapes do not fit the index or the lists, or the index is [in fp8](DsaIndex::in_fp8), which has no gradient.
+    /// [`OpError`] if the shapes do not match the index or the lists, or the index is [in fp8](DsaIndex::in_fp8), which has no gradient.
     pub fn loss(
         &self,
         index: &DsaIndex,
@@ -50,7 +50,7 @@ impl Dsa {
         Ok(self.compared(index, [q, k], scale, over, None))
     }
 
-    /// The same of arguments that were checked; with the lse of other attention than the dense one, if it is that which is compared.
+    /// Computes [`loss`](Self::loss) of checked arguments. `lse` is that of the target attention, if it is not dense attention.
     pub(crate) fn compared(
         &self,
         index: &DsaIndex,
@@ -71,7 +71,7 @@ impl Dsa {
         found.in_graph_of(index)
     }
 
-    /// The same in Burn's operations.
+    /// Computes [`compared`](Self::compared) in Burn's operations.
     fn reference(
         &self,
         index: &DsaIndex,
@@ -103,18 +103,18 @@ impl Dsa {
     }
 }
 
-/// The attention that scores are to be like.
+/// Attention that the scores should match.
 struct Target<'a> {
     q: Tensor<4>,
     k: Tensor<4>,
     scale: f64,
     over: DsaTarget<'a>,
-    /// That of attention over the keys that count, if it is not that of the dense one.
+    /// Lse of attention over the compared keys, if the target is not dense attention.
     lse: Option<Tensor<3>>,
 }
 
 impl Target<'_> {
-    /// Which keys some queries do not see: `[batch, rows, seq_kv]`.
+    /// Returns true for keys after a query's position: `[batch, rows, seq_kv]`.
     fn later(&self, rows: &Range<usize>) -> Tensor<3, Bool> {
         let ([batch, _, seq_q, _], seq_kv) = (self.q.dims(), self.k.dims()[2]);
         let grid = EstimateGrid::by_query(1).of([seq_q, seq_kv], true);
@@ -122,7 +122,7 @@ impl Target<'_> {
         hidden(&grid, rows.clone(), dims, &self.q.device())
     }
 
-    /// Which keys do not count for some queries, which do not see the later ones: `[batch, rows, seq_kv]`.
+    /// Returns true for keys that are not compared. `later` marks the keys that queries do not see: `[batch, rows, seq_kv]`.
     fn hidden(&self, rows: &Range<usize>, later: Tensor<3, Bool>) -> Tensor<3, Bool> {
         let (batch, seq_kv) = (self.q.dims()[0], self.k.dims()[2]);
         match self.over {
@@ -135,7 +135,7 @@ impl Target<'_> {
         }
     }
 
-    /// The mean over the heads of the weights of attention, which are anything for keys that do not count: `[batch, rows, seq_kv]`.
+    /// Computes the mean attention weights over heads: `[batch, rows, seq_kv]`. Weights of keys that are not compared are unspecified.
     fn weights(
         &self,
         rows: &Range<usize>,
@@ -179,7 +179,7 @@ impl Target<'_> {
     }
 }
 
-/// The softmax over keys that are not hidden, and its logarithm, which is anything finite where they are.
+/// Computes the softmax over keys that are not hidden, and its logarithm, which is finite but unspecified for hidden keys.
 fn softmax_over<const D: usize>(
     scores: Tensor<D>,
     hidden: Tensor<D, Bool>,
@@ -187,12 +187,12 @@ fn softmax_over<const D: usize>(
     let scores = scores.mask_fill(hidden.clone(), NOTHING);
     let less = scores.clone() - scores.max_dim(D - 1);
     let weights = less.clone().exp().mask_fill(hidden, 0.0);
-    // A query without keys has no weights.
+    // Avoids division by zero for a query without keys.
     let total = weights.clone().sum_dim(D - 1).clamp_min(1e-30);
     (weights / total.clone(), less - total.log())
 }
 
-/// The gradients of the sum of the losses so far, with weights that carry the scale: by queries and weights in parts of rows, and by keys.
+/// Gradients of the accumulated loss, for weights that include the scale: with respect to q and weights in parts of rows, and with respect to k.
 #[derive(Default)]
 struct Gradients {
     q: Vec<Tensor<4>>,
@@ -201,7 +201,7 @@ struct Gradients {
 }
 
 impl Gradients {
-    /// The sum of the losses of some queries.
+    /// Accumulates the gradients of a range of queries, and returns the sum of their losses.
     fn add(&mut self, scores: &Scores, target: &Target, rows: Range<usize>) -> Tensor<1> {
         let later = target.later(&rows);
         let at_a_time = scores.heads_at_a_time(rows.len());
@@ -237,7 +237,7 @@ impl Gradients {
         loss
     }
 
-    /// Of the mean over so many queries, by the weights without the scale.
+    /// Returns the loss with the gradients of the mean over `queries` queries, with respect to weights without the scale.
     fn of_mean(self, loss: Tensor<1>, scale: f64, queries: f64) -> Found {
         let k = self.k.expect("there is a head");
         let (q, weights) = (Tensor::cat(self.q, 2), Tensor::cat(self.weights, 2));

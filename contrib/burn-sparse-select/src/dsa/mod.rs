@@ -1,13 +1,13 @@
-//! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): an indexer scores single keys, and each query attends to those of the highest scores.
+//! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): an indexer scores single keys, and each query attends to those with the highest scores.
 
-// mod      the choice, also among listed keys, and attention over it
-// scores   the indexer's scores, of some queries at a time
-// slabs    the same by kernels or by operations
-// loss     what the indexer learns by
-// fp8      queries and keys in 8 bits
-// found    what it is compared over, and a loss with its gradients
-// kernels  both where a device has kernels for them
-// blocks   choices among the keys of blocks that are chosen first
+// mod      selection, also among listed keys, and attention over it
+// scores   the indexer's scores in Burn's operations
+// slabs    scores by kernels or by operations
+// loss     training loss of the indexer
+// fp8      queries and keys in fp8
+// found    compared keys, and a loss with its gradients
+// kernels  selection and loss by kernels
+// blocks   two-stage selection
 #[cfg(feature = "cube")]
 pub mod backend;
 #[cfg(feature = "cube")]
@@ -37,19 +37,19 @@ pub use scores::{DsaIndex, DsaLists};
 pub(crate) use scores::{check_index, together};
 pub(crate) use slabs::Slabs;
 
-/// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2): every query attends to the `keep` keys up to its own position that a lightning indexer scores
-/// highest,
+/// DeepSeek sparse attention (DeepSeek-V3.2-Exp, 2025, §2). Every query attends to the `keep` keys, up to its own position, that a lightning indexer scores
+/// highest:
 ///
 /// ```text
 /// x[i, j] = (index_heads · index_dim)^−½ · Σ_u w[i, u] · relu(q[i, u] · k[j])
 /// ```
 ///
-/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Ties go to the earlier key,
-/// and NaN sorts last; where there are no more keys than `keep` all are chosen. A choice follows from earlier tokens alone.
+/// The indexer has a few narrow query heads of its own, one key per token, and weights of the heads; all heads of the attention share one list. Ties go to the
+/// earlier key, and NaN sorts last; with at most `keep` keys all are selected. A selection depends on earlier tokens only.
 ///
-/// The choice has no gradient. The indexer learns by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
-/// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, over the chosen keys ([`DsaTarget::Chosen`]); its
-/// inputs are detached from the model. The paper has 64 heads of width 128 and `keep` 2,048.
+/// The selection has no gradient. The indexer is trained by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
+/// ([`DsaTarget::All`]), and then together with the model over the selected keys ([`DsaTarget::Chosen`]). The model's own loss does not reach the indexer,
+/// whose inputs are detached from the model. The paper uses 64 heads of width 128 and `keep` 2,048.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -75,14 +75,14 @@ pub struct Dsa {
     keep: usize,
     near: usize,
     numbers: usize,
-    /// Blocks that are chosen first, if some are.
+    /// Blocks of the first stage, if there is one.
     within: Option<Blocks>,
 }
 
-/// What adjacent queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
+/// Typical overlap of adjacent queries' lists with a trained indexer: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
-/// Scores in memory at a time.
+/// Default number of scores in memory at a time.
 const NUMBERS: usize = 1 << 24;
 
 impl Dsa {
@@ -100,17 +100,17 @@ impl Dsa {
         })
     }
 
-    /// Forces the last `near` keys up to a query's own: an indexer that has not learned anything yet chooses at random, and a model
-    /// that begins without the nearest keys learns slowly. 0, as in the paper, is none.
+    /// Forces the last `near` keys up to a query's own. An untrained indexer selects at random, and a model that starts without the nearest keys learns slowly.
+    /// The default is 0, as in the paper.
     ///
     /// # Errors
-    /// [`OpError`] if it is more than are kept, or the blocks of [`with_blocks`](Self::with_blocks) are too few for it.
+    /// [`OpError`] if `near` exceeds `keep`, or [`with_blocks`](Self::with_blocks) has too few blocks for it.
     pub fn with_near(self, near: usize) -> Result<Self, OpError> {
         blocksparse::ensure! { OpError; near <= self.keep => "near", format!("at most keep, which is {}", self.keep), near; }
         Self { near, ..self }.with_enough_blocks()
     }
 
-    /// Sets the number of scores in memory at a time, rounded to whole queries. Default: 2²⁴. Fewer take longer.
+    /// Sets the number of scores in memory at a time, rounded to whole queries. Default: 2²⁴. Smaller numbers are slower.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -119,18 +119,18 @@ impl Dsa {
         Ok(Self { numbers, ..self })
     }
 
-    /// Most keys that a query attends to.
+    /// Returns the number of keys that a query attends to at most.
     pub fn keep(&self) -> usize {
         self.keep
     }
 
-    /// Keys up to a query's own that are always among them.
+    /// Returns how many keys up to a query's own are always selected.
     pub fn near(&self) -> usize {
         self.near
     }
 
-    /// The keys that each query attends to, one list for all heads. The last query sits at the last key, so that the queries of new tokens choose among all
-    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ elements. Nothing is read back where kernels run.
+    /// Selects the keys that each query attends to, in one list for all heads. The last query is at the position of the last key, so the queries of new tokens
+    /// select among all keys of a cache. Scores of some queries at a time are in memory, 2²⁴ elements. Reads nothing back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if there are more queries than keys.
@@ -143,8 +143,8 @@ impl Dsa {
         TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
     }
 
-    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 after the last; `seen` is `[batch or 1, seq_q]`:
-    /// those up to their own positions, unless it is given.
+    /// Returns the highest-scoring keys among those that queries see: `[batch, seq_q, most]`, ascending, then −1. `seen`, `[batch or 1, seq_q]`, is the number
+    /// of keys that each query sees; by default those up to its position.
     fn listed(
         &self,
         index: &DsaIndex,
@@ -178,14 +178,14 @@ impl Dsa {
         let keys = keys.reshape([1, 1, seq_kv]);
         let seen = seen.unsqueeze_dim::<3>(2);
         if seq_kv <= self.keep {
-            // There is nothing to choose.
+            // All keys are selected.
             let all = [batch, seq_q, seq_kv];
             let keys = keys.expand(all);
             let later = keys.clone().greater_equal(seen.expand(all));
             return Ok(keys.mask_fill(later, -1));
         }
         let scores = Slabs::new(&index, self.numbers);
-        // Kernels know what is near, where queries see what is up to their own positions.
+        // Kernels force near keys only if queries see the keys up to their own positions.
         let has_near = self.near == 0 || (in_order && scores.by_kernels());
         let near = if in_order { self.near } else { 0 };
         let mut chosen = Vec::new();
@@ -202,7 +202,7 @@ impl Dsa {
                     x.mask_fill(is_near, f32::INFINITY)
                 }
             };
-            // Below all that a query sees, and behind it.
+            // NaN sorts after all visible scores.
             let is_hidden = keys
                 .clone()
                 .expand(wide)
@@ -214,7 +214,7 @@ impl Dsa {
         Ok(joined(chosen, 1))
     }
 
-    /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.
+    /// Returns the scores of all pairs, hidden ones included: f32 `[batch, seq_q, seq_kv]`, without autodiff. Meant for inspection.
     pub fn scores(&self, index: &DsaIndex) -> Tensor<3> {
         let index = index.clone().without_autodiff();
         let scores = Slabs::new(&index, self.numbers);
@@ -222,10 +222,10 @@ impl Dsa {
         Tensor::cat(slabs.map(|rows| scores.scores(rows, 0, true)).collect(), 1)
     }
 
-    /// Attention to the keys of [`choose`](Self::choose): [`token_sparse_attention`].
+    /// Attends to the keys of [`choose`](Self::choose), see [`token_sparse_attention`].
     ///
     /// # Errors
-    /// As [`token_sparse_attention`].
+    /// Those of [`token_sparse_attention`].
     pub fn attention(
         &self,
         q: Tensor<4>,
@@ -237,21 +237,21 @@ impl Dsa {
         token_sparse_attention(q, k, v, lists, options).map(|(out, _)| out)
     }
 
-    /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[queries, most]`, ascending,
-    /// below 0 after the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
+    /// Runs [`choose`](Self::choose) over listed keys and returns list indices: i32 `[queries, most]`, ascending, negative after the last. Reads nothing back
+    /// where kernels run, and launches depend on shapes only. The caller checks shapes.
     ///
     /// # Errors
-    /// [`OpError`] if queries and keys make no index.
+    /// [`OpError`] if queries and keys do not form an index.
     pub fn choose_in_lists(&self, index: &DsaLists) -> Result<Tensor<2, Int>, OpError> {
         let slots = &index.slots;
         let [queries, listed] = slots.dims();
         if listed <= self.keep {
-            // There is nothing to choose.
+            // All keys are selected.
             let places = Tensor::<1, Int>::arange(0..listed as i64, (&slots.device(), DType::I32));
             let places = places.unsqueeze::<2>().expand([queries, listed]);
             return Ok(places.mask_fill(slots.clone().lower_elem(0), -1));
         }
-        // Means of blocks are of keys side by side.
+        // Means of blocks need contiguous keys.
         #[cfg(feature = "cube")]
         if self.within.is_none_or(|of| listed <= of.keys()) {
             let picks = [self.keep, self.near];
@@ -266,10 +266,10 @@ impl Dsa {
     }
 }
 
-/// Which keys are on no query's list of lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
+/// Returns true for keys that are not in lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
 fn unlisted(keys: Tensor<3, Int>, seq_kv: usize) -> Tensor<3, Bool> {
     let [batch, rows, most] = keys.dims();
-    // No key is that of a column after all others.
+    // Empty entries mark an extra last column, which is dropped.
     let none = keys.clone().lower_elem(0);
     let keys = keys.mask_fill(none, seq_kv as i32);
     let inner = keys.device().without_autodiff();

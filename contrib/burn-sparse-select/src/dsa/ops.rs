@@ -1,4 +1,4 @@
-//! The backend trait of an indexer's scores and what it learns by, where kernels make them.
+//! Backend trait of an indexer's scores, selections and losses by kernels.
 
 use burn::backend::ExtensionType;
 
@@ -9,58 +9,58 @@ use burn_blocksparse::internal::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerScores {
-    /// The first query, and how many.
+    /// First query and number of queries.
     pub rows: [usize; 2],
-    /// Keys up to a query's own that get the highest score.
+    /// Number of keys up to a query's own that get the highest score.
     pub near: usize,
-    /// True if the scores of keys after a query's position are wanted: others say nothing.
+    /// True to also score keys after a query's position. Otherwise their scores are unspecified.
     pub all: bool,
-    /// True if queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
+    /// True if queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8, so they may be multiplied in fp8.
     pub in_fp8: bool,
 }
 
-/// Request for an indexer's choice of keys.
+/// Request for an indexer's selection of keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerChoice {
-    /// Keys of a query's list.
+    /// Number of keys of a query's list.
     pub most: usize,
-    /// Keys up to the last that a query sees that have the highest score.
+    /// Number of last visible keys that get the highest score.
     pub near: usize,
-    /// Scores in memory at a time, at most, unless a query has more.
+    /// Upper bound of the scores in memory at a time. A single query may exceed it.
     pub chunk_elements: usize,
-    /// As in [`IndexerScores`].
+    /// See [`IndexerScores`].
     pub in_fp8: bool,
-    /// Keys of a block, if queries list blocks of keys. On devices alone that have a kernel for it.
+    /// Number of keys of a block, if queries list blocks of keys. Only on devices that have a kernel for it.
     pub block: Option<usize>,
 }
 
-/// Request for the highest dot products of blocks.
+/// Request for the highest dot product per block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockMaxima {
-    /// The first query, and how many.
+    /// First query and number of queries.
     pub rows: [usize; 2],
-    /// Keys of a block: 8, 16, 32, 64 or 128.
+    /// Number of keys of a block: 8, 16, 32, 64 or 128.
     pub block: usize,
-    /// So many of the first blocks, all of them whole.
+    /// Number of blocks, from the first on; all of them are complete.
     pub blocks: usize,
 }
 
-/// Parameters of an indexer's loss, besides its tensors.
+/// Parameters of an indexer's loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerLoss {
-    /// The attention's scale.
+    /// Scale of the attention.
     pub scale: f64,
-    /// Queries that are computed at once: their scores are in memory at a time.
+    /// Number of queries whose scores are computed and stored at a time.
     pub rows: usize,
-    /// True if no query is compared over a key after its own position.
+    /// True if no query is compared over keys after its own position.
     pub causal: bool,
 }
 
 op_values! {
-    /// An index: q and k of one type.
+    /// An index; q and k have the same dtype.
     pub struct IndexInputs {
         /// `[batch, index_heads, seq_q, index_dim]`
         pub q: FloatTensor,
@@ -70,7 +70,7 @@ op_values! {
         pub weights: FloatTensor,
     }
 
-    /// Dense attention that an indexer learns from: q and k of one type.
+    /// Attention that an indexer is trained to match; q and k have the same dtype.
     pub struct TargetInputs {
         /// `[batch, heads, seq_q, head_dim]`
         pub q: FloatTensor,
@@ -78,33 +78,33 @@ op_values! {
         pub k: FloatTensor,
         /// `[batch, heads, seq_q]`
         pub lse: FloatTensor,
-        /// The keys over which it is compared.
+        /// Keys over which the loss compares.
         pub over: ComparedKeys,
     }
 }
 
-/// The keys over which an indexer is compared.
+/// Keys over which an indexer's loss compares.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub enum ComparedKeys<B: Backend> {
-    /// All that a query sees.
+    /// All keys that a query sees.
     All,
-    /// i32 `[batch, 1, seq_q, most]`, ascending, each once, −1 after the last.
+    /// i32 `[batch, 1, seq_q, most]`, ascending and unique, then −1.
     Indices(IntTensor<B>),
 }
 
 op_values! {
-    /// The keys that queries choose from.
+    /// Keys that queries select from.
     pub struct AmongKeys {
-        /// i32 `[batch, seq_q, listed]`: the keys that each query lists, in any order, of one batch entry alone, or the blocks, ascending. Below 0 after the last. All
-        /// keys, if there are no lists.
+        /// i32 `[batch, seq_q, listed]`: keys that each query lists, in any order, for a single batch entry, or blocks, ascending. Negative after the last.
+        /// Without lists all keys are candidates.
         pub lists: OptInt,
-        /// i32 `[batch or 1, seq_q]`: of these keys queries see so many, from the first on. Those up to their own positions, if it is not said.
+        /// i32 `[batch or 1, seq_q]`: number of candidates that each query sees, from the first on. By default those up to its own position.
         pub seen: OptInt,
     }
 
-    /// The losses of queries, and the gradients of their mean, all f32.
+    /// Losses of queries and the gradients of their mean, all f32.
     pub struct IndexerGrads {
         /// `[batch, seq_q]`
         pub losses: FloatTensor,
@@ -117,11 +117,11 @@ op_values! {
     }
 }
 
-/// An indexer's scores and losses as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device. Elsewhere they are
-/// Burn's operations.
+/// An indexer's scores, selections and losses as backend operations. Only on devices that have kernels, on tensors without autodiff. Elsewhere Burn's
+/// operations compute them.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait IndexerOps: Backend {
-    /// Scores, f32 `[batch, rows, seq_kv]`.
+    /// Computes scores: f32 `[batch, rows, seq_kv]`.
     #[fusion(
         dtype = DType::F32,
         shape = [index.k.shape[0], call.rows[1], index.k.shape[2]].into()
@@ -131,8 +131,8 @@ pub trait IndexerOps: Backend {
         call: IndexerScores,
     ) -> FloatTensor<Self>;
 
-    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 after the last: ties go to the earlier, NaN sorts last. Of keys
-    /// that queries list their places in the list.
+    /// Returns the highest-scoring keys of all queries: i32 `[batch, seq_q, most]`, ascending, then −1. Ties go to the earlier key; NaN sorts last. For listed
+    /// keys the result holds list indices.
     #[fusion(
         dtype = DType::I32,
         shape = [index.q.shape[0], index.q.shape[2], call.most].into()
@@ -143,8 +143,8 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
-    /// The highest of the products of a query with the keys of each block, f32 `[batch, heads, rows, blocks]`: of `q` `[batch, heads, seq_q, width]` and `k`
-    /// `[batch, 1, seq_kv, width]` of one type. NaN counts only where all are. On devices alone that have a kernel for it.
+    /// Computes the highest product of a query with the keys of each block: f32 `[batch, heads, rows, blocks]`, for `q` `[batch, heads, seq_q, width]` and `k`
+    /// `[batch, 1, seq_kv, width]` of one dtype. The result is NaN only if all products are. Only on devices that have a kernel for it.
     #[fusion(dtype = DType::F32, shape = [q[0], q[1], call.rows[1], call.blocks].into())]
     fn indexer_maxima(
         q: FloatTensor<Self>,
@@ -152,11 +152,11 @@ pub trait IndexerOps: Backend {
         call: BlockMaxima,
     ) -> FloatTensor<Self>;
 
-    /// Rows of an index, rotated and rounded to fp8 as [`HadamardFp8::round`] says, in their own dtype: f32, f16 or bf16.
+    /// Rotates rows of an index and rounds them to fp8, see [`HadamardFp8::round`]. They keep their dtype: f32, f16 or bf16.
     #[fusion(dtype = x, shape = x)]
     fn indexer_rows(x: FloatTensor<Self>, of: HadamardFp8) -> FloatTensor<Self>;
 
-    /// The losses of all queries, with the gradients of their mean.
+    /// Computes the losses of all queries and the gradients of their mean.
     #[fusion(meta = meta::loss)]
     fn indexer_loss(
         #[extension_type] index: IndexInputs<Self>,

@@ -1,14 +1,14 @@
-//! The indexer's scores.
+//! The indexer's scores in Burn's operations.
 
 use std::ops::Range;
 
 use crate::selection::parts::in_steps;
 use burn_blocksparse::internal::prelude::*;
 
-/// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
+/// Least number of queries that are scored together, if memory allows. Below it heads are split first, so that matmuls keep this many rows.
 const FEWEST_ROWS: usize = 64;
 
-/// Projections of an indexer: queries of several heads, a key and weights of the heads.
+/// Projections of an indexer: queries of several heads, one key per token, and weights of the heads.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DsaIndex {
@@ -22,13 +22,13 @@ pub struct DsaIndex {
 }
 
 impl DsaIndex {
-    /// An index of queries, keys and weights. The last query sits at the last key.
+    /// Creates an index from queries, keys and weights. The last query is at the position of the last key.
     ///
     /// # Shapes
-    /// As the fields have them.
+    /// See the fields.
     ///
     /// # Errors
-    /// [`OpError`] if shapes, dtypes or devices do not fit each other, if a size is 0, or if there are more queries than keys.
+    /// [`OpError`] if shapes, dtypes or devices do not match, if a size is 0, or if there are more queries than keys.
     pub fn new(q: Tensor<4>, k: Tensor<4>, weights: Tensor<3>) -> Result<Self, OpError> {
         check_index(&q, &k)?;
         let [batch, heads, seq_q, _] = q.dims();
@@ -58,7 +58,7 @@ impl DsaIndex {
     }
 }
 
-/// That queries and keys make an index.
+/// Checks that queries and keys form an index.
 pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     served(&q.device())?;
     let [batch, heads, seq_q, width] = q.dims();
@@ -78,7 +78,7 @@ pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     OpError::expect_same("index k's device", q.device(), whose, k.device())
 }
 
-/// Queries of an indexer, and for each a list of the keys that it chooses from. Without autodiff.
+/// Queries of an indexer, each with a list of candidate keys. Without autodiff.
 #[derive(Clone, Debug)]
 pub struct DsaLists {
     /// `[queries, index_heads, index_dim]`
@@ -87,18 +87,18 @@ pub struct DsaLists {
     pub weights: Tensor<2>,
     /// `[rows, index_dim]`
     pub keys: Tensor<2>,
-    /// i32 `[queries, listed]`: rows of keys, below 0 after the last.
+    /// i32 `[queries, listed]`: rows of `keys`, negative after the last.
     pub slots: Tensor<2, Int>,
-    /// i32 `[queries]`: so many of them each query sees.
+    /// i32 `[queries]`: number of listed keys that each query sees.
     pub seen: Tensor<1, Int>,
 }
 
 impl DsaLists {
-    /// The listed keys side by side, where no kernel reads them where they are.
+    /// Gathers the listed keys into contiguous rows, where no kernel reads them in place.
     pub(super) fn gathered(&self) -> Result<DsaIndex, OpError> {
         let [_, width] = self.keys.dims();
         let [queries, listed] = self.slots.dims();
-        // Those after the last are not seen, whatever they are.
+        // Entries after the last are not seen, so any row will do.
         let ids = self.slots.clone().clamp_min(0).reshape([queries * listed]);
         let keys = self.keys.clone().select(0, ids);
         DsaIndex::new(
@@ -110,14 +110,14 @@ impl DsaLists {
     }
 }
 
-/// What scores are made of, in f32: products that choose are not rounded to 16 bits.
+/// Inputs of the scores in f32. Products that determine a selection are not rounded to 16 bits.
 pub(crate) struct Scores {
     pub q: Tensor<4>,
     pub k: Tensor<4>,
-    /// With the scale of the scores.
+    /// Weights that include the scale of the scores.
     pub weights: Tensor<3>,
     pub scale: f64,
-    /// Scores in memory at a time, at most, unless a query of one head has more.
+    /// Upper bound of the scores in memory at a time. A single query of one head may exceed it.
     numbers: usize,
 }
 
@@ -125,7 +125,7 @@ impl Scores {
     pub fn new(index: &DsaIndex, numbers: usize) -> Self {
         let [_, heads, _, width] = index.q.dims();
         let scale = 1.0 / ((heads * width) as f64).sqrt();
-        // Of tensors in f64, which tests have, nothing is rounded.
+        // Tensors in f64, which tests use, stay in f64.
         let dtype = match index.q.dtype() {
             DType::F64 => DType::F64,
             _ => DType::F32,
@@ -147,7 +147,7 @@ impl Scores {
         self.k.dims()[2]
     }
 
-    /// Queries that are computed at once, with so many heads at most.
+    /// Returns the ranges of queries that are computed at once, with up to `heads` heads.
     pub fn slabs(&self, heads: usize) -> Vec<Range<usize>> {
         let [batch, _, seq_q, _] = self.q.dims();
         let of_row = batch * self.seq_kv();
@@ -159,18 +159,18 @@ impl Scores {
         in_steps(0..seq_q, rows).collect()
     }
 
-    /// Heads that are computed at once with so many queries.
+    /// Returns how many heads are computed at once with `rows` queries.
     pub fn heads_at_a_time(&self, rows: usize) -> usize {
         let of_head = self.q.dims()[0] * rows * self.seq_kv();
         (self.numbers / of_head.max(1)).max(1)
     }
 
-    /// Parts of the heads with so many queries.
+    /// Returns the parts of the heads for `rows` queries.
     pub fn parts(&self, rows: usize) -> impl Iterator<Item = Range<usize>> {
         in_steps(0..self.heads(), self.heads_at_a_time(rows))
     }
 
-    /// Queries and weights, `[batch, heads, rows, 1]`, of some heads and rows.
+    /// Returns queries, and weights `[batch, heads, rows, 1]`, of a range of heads and rows.
     pub fn part(&self, heads: &Range<usize>, rows: &Range<usize>) -> (Tensor<4>, Tensor<4>) {
         let q = self.q.clone().slice_dim(1, heads.clone());
         let weights = self.weights.clone().slice_dim(1, heads.clone());
@@ -178,16 +178,16 @@ impl Scores {
         (q.slice_dim(2, rows.clone()), weights.unsqueeze_dim(3))
     }
 
-    /// `relu(q · k)` of some heads and rows: `[batch, heads, rows, seq_kv]`.
+    /// Computes `relu(q · k)`: `[batch, heads, rows, seq_kv]`.
     pub fn products(&self, q: Tensor<4>) -> Tensor<4> {
         let [batch, heads, rows, width] = q.dims();
-        // One product for all heads.
+        // One matmul for all heads.
         let q = q.reshape([batch, 1, heads * rows, width]);
         let products = q.matmul(self.k.clone().swap_dims(2, 3)).clamp_min(0.0);
         products.reshape([batch, heads, rows, self.seq_kv()])
     }
 
-    /// Scores of some queries and all keys: `[batch, rows, seq_kv]`.
+    /// Computes the scores of a range of queries over all keys: `[batch, rows, seq_kv]`.
     pub fn of_rows(&self, rows: Range<usize>) -> Tensor<3> {
         let parts = self.parts(rows.len()).map(|heads| {
             let (q, weights) = self.part(&heads, &rows);
@@ -197,7 +197,7 @@ impl Scores {
     }
 }
 
-/// Queries whose scores are made together by kernels, this many elements at a time.
+/// Returns how many queries kernels score at once, with about `numbers` scores.
 pub(crate) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
     (numbers / (batch * seq_kv)).clamp(1, seq_q)
 }

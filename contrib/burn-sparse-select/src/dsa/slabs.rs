@@ -1,4 +1,4 @@
-//! Scores of some queries at a time, by kernels where a device has them.
+//! Scores for some queries at a time, by kernels where a device has them.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::dsa::kernels;
 use crate::dsa::scores::{DsaIndex, Scores, together};
 use crate::selection::parts::in_steps;
 
-/// Whether kernels make the scores of an index, so many numbers at a time.
+/// Returns whether kernels compute the scores of an index, about `numbers` at a time.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(super) fn has_kernels(index: &DsaIndex, numbers: usize) -> bool {
     #[cfg(feature = "cube")]
@@ -19,16 +19,16 @@ pub(super) fn has_kernels(index: &DsaIndex, numbers: usize) -> bool {
     is_served
 }
 
-/// The scores of an index that is not on an autodiff device.
+/// Scores of an index without autodiff.
 pub(crate) struct Slabs<'a> {
     index: &'a DsaIndex,
     numbers: usize,
-    /// Where there are no kernels.
+    /// Inputs of Burn's operations, if there are no kernels.
     operations: Option<Scores>,
 }
 
 impl<'a> Slabs<'a> {
-    /// With so many scores in memory at a time.
+    /// Creates slabs with about `numbers` scores in memory at a time.
     pub fn new(index: &'a DsaIndex, numbers: usize) -> Self {
         let is_served = has_kernels(index, numbers);
         Self {
@@ -38,12 +38,12 @@ impl<'a> Slabs<'a> {
         }
     }
 
-    /// Returns whether kernels make them.
+    /// Returns whether kernels compute the scores.
     pub fn by_kernels(&self) -> bool {
         self.operations.is_none()
     }
 
-    /// Queries that are computed at once.
+    /// Returns the ranges of queries that are computed at once.
     pub fn rows(&self) -> Vec<Range<usize>> {
         let dims = self.index.q.dims();
         match &self.operations {
@@ -55,8 +55,8 @@ impl<'a> Slabs<'a> {
         }
     }
 
-    /// Scores of some queries and all keys, `[batch, rows, seq_kv]`. If `all` are not wanted, those of keys after a query's position may say nothing, and
-    /// kernels give the highest to so many keys up to it: operations do not.
+    /// Computes the scores of a range of queries over all keys: `[batch, rows, seq_kv]`. Unless `all` is true, scores of keys after a query's position are
+    /// unspecified. Kernels give the highest score to the last `near` keys up to it; Burn's operations do not.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn scores(&self, rows: Range<usize>, near: usize, all: bool) -> Tensor<3> {
         match &self.operations {

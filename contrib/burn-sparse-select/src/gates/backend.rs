@@ -1,4 +1,4 @@
-//! Gated sums on each backend, and their step in Burn's autodiff graph.
+//! Gated sums on each backend, and their node in Burn's autodiff graph.
 
 #[cfg(feature = "cube")]
 pub(crate) use kernels::text;
@@ -21,7 +21,7 @@ mod kernels {
     use burn_blocksparse::internal::cube::{empty, filled, matrix, shaped, typed, uses_reference};
     use burn_blocksparse::internal::values::ThreeFloats;
 
-    /// How a call is launched.
+    /// Returns the launch plan of a call as text.
     pub(crate) fn text(
         device: &CubeDevice,
         width: usize,
@@ -31,7 +31,7 @@ mod kernels {
         rows::gated_text(&device.client(), width, MOST_BRANCHES, types)
     }
 
-    /// The inputs of a call, contiguous.
+    /// Contiguous inputs of a call.
     struct Inputs {
         branches: [Option<CubeTensor>; MOST_BRANCHES],
         gates: CubeTensor,
@@ -56,7 +56,7 @@ mod kernels {
         fn forward(&self) -> Result<CubeTensor, KernelError> {
             let there = || self.branches.iter().flatten();
             let first = there().next().expect("one branch");
-            // Where nobody else has a branch, the result takes its place.
+            // If a branch has no other owner, the result overwrites it.
             let out = match there().find(|branch| branch.can_mut()) {
                 Some(branch) => branch.clone(),
                 None => shaped(first, first.meta.shape().clone(), first.dtype),
@@ -91,7 +91,7 @@ mod kernels {
             let by_gates = task.gates.then(|| {
                 let (shape, dtype) = (self.gates.meta.shape().dims::<4>(), self.gates.dtype);
                 match width {
-                    // Sums of nothing.
+                    // Sums over no elements.
                     0 => filled(grad, shape, 0.0, dtype),
                     _ => empty(grad, shape, dtype),
                 }
@@ -130,7 +130,7 @@ mod kernels {
             }
             let inputs = Inputs::new(saved.inputs);
             let grad = into_contiguous(saved.grad);
-            // Where nobody else has the gradient, the last branch's takes its place.
+            // If the gradient has no other owner, that of the last branch overwrites it.
             let in_place = grad.can_mut();
             match inputs.backward(&grad, in_place, task) {
                 Ok(grads) => grads,

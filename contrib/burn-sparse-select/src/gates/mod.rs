@@ -1,4 +1,4 @@
-//! Branches added, each times the gate of a row.
+//! Sums of branches, each times a gate per row.
 pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
@@ -6,13 +6,13 @@ pub mod ops;
 use crate::gates::ops::{GateOps, GatedInputs, MOST_BRANCHES};
 use burn_blocksparse::internal::prelude::*;
 
-/// `Σ gate · branch` in the branches' dtype, computed in f32 (f64 for f64) from gates of any float dtype, and rounded once. What is not there is 0, and
+/// Computes `Σ gate · branch` in the branches' dtype, in f32 (f64 for f64) from gates of any float dtype, and rounds once. A missing branch counts as 0, and
 /// its gates have gradients of 0. Deterministic.
 ///
-/// It is one step of the autodiff graph, whose backward pass reads the gradient and the branches once. Callers have checked shapes and devices.
+/// This is one node of the autodiff graph, whose backward pass reads the gradient and the branches once. Callers check shapes and devices.
 ///
 /// # Shapes
-/// - `branches` and result: `[batch, heads, seq, width]`, at least one
+/// - `branches` and result: `[batch, heads, seq, width]`, at least one branch
 /// - `gates`: `[batch, heads, seq, 3]`
 pub(crate) fn gated_sum(
     branches: [Option<Tensor<4>>; MOST_BRANCHES],
@@ -26,7 +26,7 @@ pub(crate) fn gated_sum(
     Tensor::from_dispatch(<burn::backend::Dispatch as GateOps>::gated_sum(inputs))
 }
 
-/// What [`gated_sum`] and its backward pass run, of branches like one.
+/// Returns the plan of [`gated_sum`] and its backward pass, for branches like `branch`.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub(crate) fn gated_plan(branch: &Tensor<4>, gates: &Tensor<4>) -> OpPlan {
     burn_blocksparse::op_plan!(&branch.device(), |device| {

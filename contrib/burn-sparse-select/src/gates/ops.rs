@@ -1,29 +1,29 @@
-//! The backend trait of gates, what crosses it, and the same in Burn's primitives.
+//! Backend trait of gated sums, its values, and a reference in Burn's operations.
 
 use burn_blocksparse::internal::prelude::*;
 
-/// Most branches, as many as [`ThreeFloats`] has.
+/// Maximum number of branches, that of [`ThreeFloats`].
 pub const MOST_BRANCHES: usize = 3;
 
 op_values! {
     /// Branches and gates of a gated sum.
     pub struct GatedInputs {
-        /// `[batch, heads, seq, width]` each, one of them at least.
+        /// `[batch, heads, seq, width]` each, at least one.
         pub branches: ThreeFloats,
-        /// `[batch, heads, seq, 3]`, of any float dtype.
+        /// `[batch, heads, seq, 3]`, in any float dtype.
         pub gates: FloatTensor,
     }
 }
 
 #[cfg(feature = "autodiff")]
 impl<B: Backend> GatedInputs<B> {
-    /// The branches and the gates.
+    /// Returns the branches, then the gates.
     pub fn into_list(self) -> [Option<FloatTensor<B>>; MOST_BRANCHES + 1] {
         let [first, second, third] = self.branches.into_list();
         [first, second, third, Some(self.gates)]
     }
 
-    /// The inverse of [`Self::into_list`].
+    /// Inverts [`Self::into_list`].
     pub fn of_list(list: [Option<FloatTensor<B>>; MOST_BRANCHES + 1]) -> Self {
         let [first, second, third, gates] = list;
         Self {
@@ -36,17 +36,17 @@ impl<B: Backend> GatedInputs<B> {
 op_values! {
     /// Tensors saved for the backward pass.
     pub struct GatedSaved {
-        /// As they came.
+        /// Inputs of the forward pass.
         pub inputs: GatedInputs,
-        /// By the result.
+        /// Gradient with respect to the result.
         pub grad: FloatTensor,
     }
 
-    /// Gradients, each of its input's shape and dtype, if it is wanted.
+    /// Gradients that were requested, each with its input's shape and dtype.
     pub struct GatedGrads {
-        /// Of the branches that are there.
+        /// Gradients with respect to the branches that are present.
         pub branches: ThreeFloats,
-        /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
+        /// `[batch, heads, seq, 3]`, 0 for missing branches.
         pub gates: OptFloat,
     }
 }
@@ -55,13 +55,13 @@ op_values! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GatedTask {
-    /// The branches whose gradients are wanted.
+    /// True for branches whose gradients are wanted.
     pub branches: [bool; MOST_BRANCHES],
-    /// True if the gates' is.
+    /// True if the gates' gradient is wanted.
     pub gates: bool,
 }
 
-/// Sums of branches that are gated by rows, as a backend operation. Arguments are checked by the functions that use it.
+/// Sums of branches with gates per row, as a backend operation. The callers check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -70,13 +70,13 @@ pub struct GatedTask {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait GateOps: Backend {
-    /// `Σ gate · branch` in the branches' dtype.
+    /// Computes `Σ gate · branch` in the branches' dtype.
     #[fusion(meta = meta::forward)]
     fn gated_sum(#[extension_type] inputs: GatedInputs<Self>) -> FloatTensor<Self> {
         reference_sum::<Self>(inputs)
     }
 
-    /// The backward pass: those gradients that `task` wants.
+    /// Computes the backward pass: the gradients that `task` requests.
     #[fusion(meta = meta::backward)]
     fn gated_sum_backward(
         #[extension_type] saved: GatedSaved<Self>,
@@ -88,7 +88,7 @@ pub trait GateOps: Backend {
 
 reference_backends!(GateOps);
 
-/// The gates of each branch, `[batch, heads, seq, 1]`, in the dtype of sums.
+/// Returns the gates of each branch, `[batch, heads, seq, 1]`, in the accumulation dtype.
 fn columns<B: Backend>(gates: FloatTensor<B>, sums: FloatDType) -> [Array<B>; MOST_BRANCHES] {
     let gates = Array::<B>(gates).cast(sums);
     [0, 1, 2].map(|branch| gates.clone().narrow(3, branch..branch + 1))
@@ -100,7 +100,7 @@ pub(crate) fn reference_sum<B: Backend>(inputs: GatedInputs<B>) -> FloatTensor<B
     let dtype = FloatDType::from(first.dtype());
     let shape = first.shape();
     if shape.num_elements() == 0 {
-        // A slice of a tensor without numbers may begin behind its end, which Flex does not read.
+        // Slicing an empty tensor may start beyond its end, which Flex does not accept.
         return B::float_zeros(shape, &first.device(), dtype);
     }
     let sums = accumulate_in(dtype);

@@ -1,4 +1,4 @@
-//! Kernels of choices by content, and of attention over them.
+//! Kernels of content-based selection, and of attention over selections.
 
 #[doc(hidden)]
 pub mod indexer;

@@ -1,4 +1,4 @@
-//! What an index branch learns by: how far the softmax of its scores is from the attention of the heads that share its choice.
+//! Training loss of an index branch: the divergence of the softmax of its scores from the attention of the heads that share its selection.
 
 use std::ops::Range;
 
@@ -11,37 +11,37 @@ use crate::selection::parts::{added, in_steps};
 use crate::selection::query_lists::SelectedBlocks;
 use burn_blocksparse::OpError;
 
-/// Keys of lists in memory at a time: 1 GiB.
+/// Upper bound of the keys of lists in memory at a time: 1 GiB.
 const LISTED: usize = 1 << 28;
 
 /// Keys over which the loss compares scores, and the attention that it compares with.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum MsaTarget<'a> {
-    /// All that a query sees, with dense attention: for a warm-up of the index branch.
+    /// All keys that a query sees, with dense attention: for a warm-up of the index branch.
     All,
-    /// Those of the chosen blocks and the own one, with the attention to them.
+    /// The keys of the selected blocks and the query's own, with the attention over them.
     Chosen {
-        /// As [`Msa::choose`] gives them.
+        /// Result of [`Msa::choose`].
         lists: Option<&'a SelectedBlocks>,
-        /// As [`Msa::attention`] gives it, `[batch, heads, seq_q]`.
+        /// Lse that [`Msa::attention`] returned, `[batch, heads, seq_q]`.
         lse: &'a Tensor<3>,
     },
 }
 
 impl Msa {
-    /// The mean over queries and heads of keys of `KL(t ‖ softmax s)`, where s are the scores of single keys, `q · k / √index_dim`, and t is the mean of the
-    /// attention's weights over the heads that share a head of keys; both over the keys of `over`. Differentiable in the index alone: q and k count as they are.
+    /// Computes the mean over queries and KV heads of `KL(t ‖ softmax s)`, where s are the scores of single keys, `q · k / √index_dim`, and t is the mean of
+    /// the attention's weights over the query heads of the KV head, both over the keys of `over`. Differentiable in the index only; q and k are constants.
     ///
-    /// Gradients are made with the loss, as [`Dsa::loss`] has them. No dense attention runs for the chosen keys. Lists of single keys are in memory for some
-    /// queries at a time, 2²⁸ numbers. A product that is exactly 0 has no gradient.
+    /// Gradients are computed with the loss, as in [`Dsa::loss`]. No dense attention runs for selected keys. Lists of single keys are in memory for some
+    /// queries at a time, up to 2²⁸ elements. A product that is exactly 0 has no gradient.
     ///
     /// # Shapes
     /// - `q`, `k`: those of the attention, `[batch, heads, seq_q, head_dim]` and `[batch, kv_heads, seq_kv, head_dim]`; `scale` is its scale, or 1/√head_dim
     /// - result: a single number, f32, or f64 for f64
     ///
     /// # Errors
-    /// [`OpError`] if the shapes do not fit the index, the lists or lse.
+    /// [`OpError`] if the shapes do not match the index, the lists or lse.
     pub fn loss(
         &self,
         index: &MsaIndex,
@@ -81,7 +81,7 @@ impl Msa {
             let x = x.clone().without_autodiff().slice_dim(2, rows.clone());
             x.reshape([all, heads / groups, rows.len(), width])
         };
-        // Which keys are chosen plays no part.
+        // The number of selected keys does not matter here.
         let dsa = Dsa::new(1)?.with_chunk_elements(self.numbers)?;
         let mut sum: Option<Tensor<1>> = None;
         for rows in in_steps(0..seq_q, together) {
@@ -109,7 +109,7 @@ impl Msa {
         Ok(sum.expect("there is a query"))
     }
 
-    /// The keys that queries attend to, the last of which sits at key `end − 1`: lists of `batch · groups` batch entries.
+    /// Returns the keys that queries attend to, in lists of `batch · groups` batch entries. The last query is at the position of key `end − 1`.
     fn keys(
         &self,
         lists: Option<&SelectedBlocks>,
@@ -129,7 +129,7 @@ impl Msa {
             let chosen = lists.blocks.clone().slice_dim(2, rows.clone());
             blocks.push(chosen.reshape([all, 1, count, most]));
         }
-        // Ascending, so that the own one is the last.
+        // Ascending order puts the query's own block last.
         let blocks = Tensor::cat(blocks, 3);
         let blocks = TokenIndices::new(blocks, end.div_ceil(self.block), false)?;
         let blocks = blocks.keys().clone();

@@ -1,8 +1,8 @@
-//! MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392): an index branch chooses blocks of keys for each query and head of keys.
+//! MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392): an index branch selects key blocks for each query and KV head.
 
-// mod    the choice, and attention over it
-// scores what blocks are chosen by, and the highest of each block
-// loss   what the index branch learns by
+// mod    selection, and attention over it
+// scores block scores: the maximum over each block's keys
+// loss   training loss of the index branch
 
 mod loss;
 mod scores;
@@ -23,17 +23,17 @@ use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use loss::MsaTarget;
 pub use scores::MsaIndex;
 
-/// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each KV head chooses for all
-/// query heads that share it, by an index branch with one narrow query head per KV head and one key per token:
+/// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, including its own. Each KV head selects for all of its query
+/// heads, by an index branch with one narrow query head per KV head and one key per token:
 ///
 /// ```text
 /// x[g, i, J] = max over keys j of block J of q[g, i] · k[j] / √index_dim
 /// ```
 ///
-/// Ties go to the earlier block, and NaN sorts last. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
-/// paper has blocks of 128, 16 of them, and `index_dim` 128.
+/// Ties go to the earlier block, and NaN sorts last. A selection depends on earlier tokens only, because the blocks before a query's own are complete. The
+/// paper uses 16 blocks of 128 keys and `index_dim` 128.
 ///
-/// The choice has no gradient. The index branch learns by [`loss`](Self::loss), against the attention of the heads that share its choice.
+/// The selection has no gradient. The index branch is trained by [`loss`](Self::loss), against the attention of the heads that share its selection.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -65,17 +65,18 @@ pub struct Msa {
     layouts: LayoutCache,
 }
 
-/// What adjacent queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
+/// Expected overlap of adjacent queries' lists, which affects the choice of kernels. It is that of [`Nsa`](crate::nsa::Nsa), whose selection is similar.
 const OVERLAP: f64 = 0.85;
 
-/// Elements of queries, or of outputs, that are processed at a time: kernels count to 2³², and parts of outputs take many times as many.
+/// Upper bound of the elements of queries, or of outputs, that are processed at a time. Kernels index up to 2³² elements, and parts of outputs are several
+/// times larger.
 const TOGETHER: usize = 1 << 30;
 
-/// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
+/// Default number of scores of single keys in memory at a time: 256 MiB, which keeps the number of launches small.
 const NUMBERS: usize = 1 << 26;
 
 impl Msa {
-    /// Attention to `keep` blocks of `block` keys.
+    /// Creates attention to `keep` blocks of `block` keys.
     ///
     /// # Errors
     /// [`OpError`] if `block` is not 8, 16, 32, 64, 128 or a larger multiple of 128, or `keep` is 0.
@@ -92,7 +93,7 @@ impl Msa {
         })
     }
 
-    /// The same with so many scores of single keys in memory at a time, of whole queries, one at least: 2²⁶ unless it is set. Fewer take longer.
+    /// Sets the number of scores of single keys in memory at a time, rounded to whole queries, at least one. Default: 2²⁶. Smaller numbers are slower.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -101,33 +102,33 @@ impl Msa {
         Ok(Self { numbers, ..self })
     }
 
-    /// Keys of a block.
+    /// Returns the number of keys of a block.
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// Blocks that a query attends to, at most.
+    /// Returns the number of blocks that a query attends to at most.
     pub fn keep(&self) -> usize {
         self.keep
     }
 
-    /// Keys that a query attends to that sees so many.
+    /// Returns the number of keys that a query attends to if it sees `keys` keys.
     pub fn attended(&self, keys: usize) -> usize {
         let before = keys.saturating_sub(1) / self.block;
         before.min(self.keep - 1) * self.block + (keys - before * self.block)
     }
 
-    /// Returns whether queries of so many keys see all of them.
+    /// Returns whether queries over `seq_kv` keys attend to all of them.
     fn sees_all(&self, seq_kv: usize) -> bool {
         seq_kv.div_ceil(self.block) <= self.keep
     }
 
-    /// The blocks that each query chooses in addition to its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ elements of
-    /// them. Nothing is read back where kernels run.
+    /// Selects the blocks of each query in addition to its own, in lists per KV head. `None` if there is nothing to select: there are no more than `keep`
+    /// blocks, or `keep` is 1. Scores of blocks are in memory for some queries at a time; where no kernel computes them directly, so are scores of single keys,
+    /// 2²⁶ elements. Reads nothing back where kernels run.
     ///
     /// # Errors
-    /// [`OpError`] if the index does not fit the device's kernels.
+    /// [`OpError`] if the device's kernels do not serve the index.
     pub fn choose(&self, index: &MsaIndex) -> Result<Option<SelectedBlocks>, OpError> {
         let ([_, _, seq_q, _], seq_kv) = (index.q.dims(), index.seq_kv());
         let grid = self.grid(seq_q, seq_kv);
@@ -143,11 +144,11 @@ impl Msa {
         lists.with_group_reuse(OVERLAP).map(Some)
     }
 
-    /// The scores of all blocks, f32 `[batch, kv_heads, seq_q, blocks]`, without autodiff; those that a query does not see, or not whole, among them: for
-    /// looking at.
+    /// Returns the scores of all blocks, f32 `[batch, kv_heads, seq_q, blocks]`, without autodiff. Includes blocks that a query does not see entirely. Meant
+    /// for inspection.
     ///
     /// # Errors
-    /// As [`Self::choose`].
+    /// Those of [`Self::choose`].
     pub fn block_scores(&self, index: &MsaIndex) -> Result<Tensor<4>, OpError> {
         self.scores(index).all()
     }
@@ -156,15 +157,15 @@ impl Msa {
         BlockScores::new(index.clone().without_autodiff(), self.block, self.numbers)
     }
 
-    /// Attention to the blocks of [`choose`](Self::choose) and to each query's own, or to all keys up to a query's position where there are no more blocks than
-    /// are kept: out and lse. Differentiable in q, k and v; backward is deterministic.
+    /// Attends to the blocks of [`choose`](Self::choose) and to each query's own, or to all keys up to a query's position if there are no more than `keep`
+    /// blocks. Returns out and lse. Differentiable in q, k and v; backward is deterministic.
     ///
     /// # Shapes
-    /// - `q`: `[batch, heads, seq_q, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_kv, width]`; the last query sits at the last key
+    /// - `q`: `[batch, heads, seq_q, head_dim]`; `k`, `v`: `[batch, kv_heads, seq_kv, width]`; the last query is at the position of the last key
     /// - result: `[batch, heads, seq_q, value_dim]` and `[batch, heads, seq_q]`
     ///
     /// # Errors
-    /// As [`selected_blocks_attention`], and if lists are of other blocks.
+    /// Those of [`selected_blocks_attention`], and if the lists have another block size.
     pub fn attention(
         &self,
         q: Tensor<4>,
@@ -193,7 +194,7 @@ impl Msa {
         }
     }
 
-    /// Attention of so many queries at a time, to the keys up to the last of them.
+    /// Computes attention of `together` queries at a time, over the keys up to the last of them.
     fn attention_in_parts(
         &self,
         [q, k, v]: [Tensor<4>; 3],
@@ -219,11 +220,11 @@ impl Msa {
         Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
-    /// Layout of what queries `[batch, heads, seq_q, head_dim]` see of so many keys besides their [lists](Self::choose): their own blocks, or all keys up to their positions
-    /// where there is nothing to choose from.
+    /// Returns the layout of the pairs that queries `[batch, heads, seq_q, head_dim]` see in addition to their [lists](Self::choose): their own blocks, or all
+    /// keys up to their positions if there is nothing to select.
     ///
     /// # Errors
-    /// [`OpError`] if there is no query, or more of them than keys.
+    /// [`OpError`] if there is no query, or if there are more queries than keys.
     pub fn near_layout(
         &self,
         [_, heads, seq_q, _]: [usize; 4],
@@ -242,10 +243,10 @@ impl Msa {
         EstimateGrid::by_query(self.block).of([seq_q, seq_kv], true)
     }
 
-    /// Returns the same choice over pages of `page` tokens: [`keep`](Self::keep) blocks.
+    /// Returns the selection over pages of `page` tokens, of [`keep`](Self::keep) blocks.
     ///
     /// # Errors
-    /// [`OpError`] if pages are no whole parts of blocks, or no power of two.
+    /// [`OpError`] if the page size is not a power of two or does not divide the block.
     pub fn on_pages(&self, page: usize) -> Result<PageChoice, OpError> {
         if !page.is_power_of_two() || !self.block.is_multiple_of(page) {
             let expected = format!(
@@ -257,15 +258,15 @@ impl Msa {
         Ok(PageChoice::of_blocks(page, self.block / page, self.keep))
     }
 
-    /// The pages of the blocks that queries at any positions choose, and of their own: [`choose`](Self::choose) for keys that lie in pages.
+    /// Returns the pages of the selected blocks of queries at arbitrary positions, and of their own blocks: [`choose`](Self::choose) for keys in pages.
     ///
     /// # Shapes
-    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands after a query's position has no part in the result
-    /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a page list of each query, which ends at its own key
+    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. Keys after a query's position do not affect the result
+    /// - `spans`: i32 `[batch · rows, 1, 4]`, see [`topk_pages`]: one page list per query, which ends at the query's own key
     /// - result: i32 `[batch · rows, kv_heads, choice.selected_pages()]`
     ///
     /// # Errors
-    /// As [`topk_pages`].
+    /// Those of [`topk_pages`].
     pub fn choose_pages(
         &self,
         index: &MsaIndex,
@@ -274,7 +275,7 @@ impl Msa {
     ) -> Result<Tensor<3, Int>, OpError> {
         let scores = self.block_scores(index)?;
         let [batch, groups, rows, blocks] = scores.dims();
-        // The score of a block is the sum of its pages'.
+        // A block's score is the sum of its pages', so only the first page carries it.
         let scores = (scores.swap_dims(1, 2)).reshape([batch * rows, groups, blocks, 1]);
         let scores = padded(scores, 3, [0, choice.block - 1]);
         let scores = scores.reshape([batch * rows, groups, blocks * choice.block]);
@@ -288,7 +289,7 @@ mod tests {
 
     use super::*;
 
-    /// However many queries at a time, of as many queries as keys and of fewer; the first parts see all blocks.
+    /// The number of queries at a time does not change results, with as many queries as keys and with fewer. The first parts see all blocks.
     #[test]
     fn parts_give_what_the_whole_gives() {
         let device = Device::flex();

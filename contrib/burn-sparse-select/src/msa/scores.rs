@@ -1,4 +1,5 @@
-//! What an index branch makes of tokens, and the highest score of each block of keys, of some queries at a time: by a kernel that writes nothing else, or from the scores of single keys.
+//! Inputs of an index branch, and the highest score of each key block for some queries at a time: by a kernel that writes only these, or from the scores of
+//! single keys.
 
 use std::cell::OnceCell;
 use std::f64::consts::SQRT_2;
@@ -14,18 +15,18 @@ use crate::kernels::selection::MOST_RUN;
 use crate::selection::parts::{in_steps, joined, padded};
 use burn_blocksparse::OpError;
 
-/// What the scores of blocks are made of.
+/// Inputs of block scores.
 pub(super) struct BlockScores {
     index: MsaIndex,
-    /// The same, of single keys.
+    /// The index in the form that scores single keys.
     of_keys: OnceCell<DsaIndex>,
     block: usize,
-    /// Scores of single keys in memory at a time.
+    /// Number of scores of single keys in memory at a time.
     numbers: usize,
 }
 
 impl BlockScores {
-    /// Of an index that is not on an autodiff device.
+    /// Creates the inputs from an index without autodiff.
     pub fn new(index: MsaIndex, block: usize, numbers: usize) -> Self {
         Self {
             index,
@@ -35,8 +36,8 @@ impl BlockScores {
         }
     }
 
-    /// Queries whose scores of blocks are in memory at a time, 2²⁶ of them: few beside all queries, since a kernel makes them for all blocks that the last of
-    /// these sees.
+    /// Returns how many queries have their block scores in memory at a time, 2²⁶ scores. This is a small part of all queries, since a kernel computes all
+    /// blocks that the last of them sees.
     pub fn rows_at_a_time(&self) -> usize {
         let [batch, groups, seq_q, _] = self.index.q.dims();
         let of_row = batch * groups * self.index.seq_kv().div_ceil(self.block);
@@ -44,12 +45,12 @@ impl BlockScores {
         fitting.min((seq_q / 16).max(1024)).max(64)
     }
 
-    /// In the order of scores the blocks before each query's own, of some queries: `[batch, groups, rows, blocks]`, as many as the last of them has, or more.
-    /// Others say nothing.
+    /// Returns numbers in the order of the scores of the blocks before each query's own: `[batch, groups, rows, blocks]`, with at least the blocks of the last
+    /// query. Other entries are unspecified.
     pub fn of_candidates(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let ([_, _, seq_q, _], seq_kv) = (self.index.q.dims(), self.index.seq_kv());
         let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
-        // Of few sizes, so that memory is used again; all of them whole.
+        // Rounding the number of blocks leaves few distinct sizes, so that memory is reused. All of these blocks are complete.
         let whole = seq_kv / self.block;
         let blocks = own.max(1).next_multiple_of(whole.div_ceil(16));
         match self.by_kernel(&rows, blocks.min(whole)) {
@@ -58,13 +59,13 @@ impl BlockScores {
         }
     }
 
-    /// The scores of all blocks: `[batch, groups, seq_q, blocks]`.
+    /// Returns the scores of all blocks: `[batch, groups, seq_q, blocks]`.
     pub fn all(&self) -> Result<Tensor<4>, OpError> {
         let [_, _, seq_q, _] = self.index.q.dims();
         self.maxima(0..seq_q, true)
     }
 
-    /// Products, which are scores but for a factor, of so many of the first blocks, if a kernel makes them.
+    /// Computes the products of the first `blocks` blocks, which are unscaled scores, if a kernel serves them.
     #[cfg(feature = "cube")]
     fn by_kernel(&self, rows: &Range<usize>, blocks: usize) -> Option<Tensor<4>> {
         let MsaIndex { q, k } = &self.index;
@@ -92,7 +93,7 @@ impl BlockScores {
         Ok(self.of_keys.get_or_init(|| made))
     }
 
-    /// The highest score of each block, of some queries. Unless `all` are wanted, those from a query's own block on say nothing.
+    /// Computes the highest score of each block for a range of queries. Unless `all` is true, scores from a query's own block on are unspecified.
     fn maxima(&self, rows: Range<usize>, all: bool) -> Result<Tensor<4>, OpError> {
         let index = self.of_keys()?;
         let ([batch, groups, seq_q, _], seq_kv) = (self.index.q.dims(), self.index.seq_kv());
@@ -100,7 +101,7 @@ impl BlockScores {
         let step = together(index.q.dims(), seq_kv, self.numbers);
         let parts = in_steps(rows, step).map(|rows| {
             let count = rows.len();
-            // Blocks before that of the last query are whole.
+            // Blocks before that of the last query are complete.
             let own = (rows.end - 1 + seq_kv - seq_q) / self.block;
             let is_part = !all && own * self.block >= count;
             let keys = if is_part { own * self.block } else { seq_kv };
@@ -114,7 +115,7 @@ impl BlockScores {
             let known = keys.div_ceil(self.block);
             let x = match known * self.block - keys {
                 0 => x,
-                // The last block is filled up with its last key.
+                // Pads the last block with its last key.
                 behind => {
                     let last = x.clone().slice_dim(2, keys - 1..keys);
                     let dims = [batch * groups, count, behind];
@@ -129,7 +130,7 @@ impl BlockScores {
     }
 }
 
-/// Projections of an index branch: a query head for each KV head of the attention, and one key per token, shared by all.
+/// Projections of an index branch: one query head per KV head of the attention, and one key per token, which all share.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MsaIndex {
@@ -140,22 +141,22 @@ pub struct MsaIndex {
 }
 
 impl MsaIndex {
-    /// The last query sits at the last key.
+    /// Creates an index. The last query is at the position of the last key.
     ///
     /// # Shapes
-    /// As the fields have them.
+    /// See the fields.
     ///
     /// # Errors
-    /// [`OpError`] if shapes or devices do not fit each other, if a size is 0, or if there are more queries than keys.
+    /// [`OpError`] if shapes or devices do not match, if a size is 0, or if there are more queries than keys.
     pub fn new(q: Tensor<4>, k: Tensor<4>) -> Result<Self, OpError> {
         check_index(&q, &k)?;
         Ok(Self { q, k })
     }
 
-    /// The same with other keys, as a cache has them.
+    /// Returns the index with other keys, such as those of a cache.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Those of [`Self::new`].
     pub fn with_keys(self, k: Tensor<4>) -> Result<Self, OpError> {
         Self::new(self.q, k)
     }
@@ -171,7 +172,7 @@ impl MsaIndex {
         }
     }
 
-    /// So many queries, with the keys up to the last of them.
+    /// Returns a range of queries with the keys up to the last of them.
     pub(super) fn of_rows(&self, rows: std::ops::Range<usize>) -> Self {
         let [_, _, seq_q, _] = self.q.dims();
         let end = rows.end + self.seq_kv() - seq_q;
@@ -181,8 +182,8 @@ impl MsaIndex {
         }
     }
 
-    /// The index of [`Dsa`](crate::dsa::Dsa) with the same scores, of which each head of keys is a batch entry: `z = relu(z) − relu(−z)`, so two of its heads are
-    /// one of these.
+    /// Returns an index of [`Dsa`](crate::dsa::Dsa) with the same scores, whose batch entries are KV heads. Because `z = relu(z) − relu(−z)`, two of its heads
+    /// make up one of these.
     pub(super) fn of_groups(&self) -> Result<DsaIndex, OpError> {
         let [batch, groups, seq_q, width] = self.q.dims();
         let seq_kv = self.seq_kv();
@@ -193,7 +194,7 @@ impl MsaIndex {
             DType::F64 => DType::F64,
             _ => DType::F32,
         };
-        // The scale there is 1/√(2 · width).
+        // The scale of that index is 1/√(2 · width).
         let weights = Tensor::full([all, 1, seq_q], SQRT_2, (&q.device(), dtype));
         DsaIndex::new(
             Tensor::cat(vec![q.clone(), q.neg()], 1),

@@ -1,4 +1,4 @@
-//! The attention that blocks of keys get by way of compressed blocks, by which queries choose.
+//! Attention that key blocks receive via compressed blocks, by which queries select.
 
 use std::ops::Range;
 
@@ -11,25 +11,26 @@ use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
-/// What adjacent queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
+/// Typical overlap of adjacent queries' lists in a trained model: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
 pub(crate) struct AttentionSums<'a> {
     pub(crate) nsa: &'a Nsa,
     pub(crate) q: Tensor<4>,
-    /// Keys of compressed blocks and lse over those that a query sees. None if there are none.
+    /// Keys of compressed blocks, and lse over those that a query sees. `None` if there are none.
     pub(crate) compressed: Option<(Tensor<4>, Tensor<3>)>,
     pub(crate) kv_heads: usize,
-    /// The position of the first query.
+    /// Position of the first query.
     pub(crate) first: usize,
-    /// Blocks of keys.
+    /// Number of key blocks.
     pub(crate) blocks: usize,
     pub(crate) scale: f64,
 }
 
 impl<'a> AttentionSums<'a> {
-    /// Of queries, and of keys and values of compressed blocks with the lse of the queries' attention to them; `k` are the keys that are chosen from.
+    /// Creates the sums from queries and from keys and values of compressed blocks with the lse of the queries' attention to them. `k` are the keys to select
+    /// from.
     pub fn new(
         nsa: &'a Nsa,
         q: &Tensor<4>,
@@ -50,7 +51,8 @@ impl<'a> AttentionSums<'a> {
         }
     }
 
-    /// Of rows of queries: `[batch, kv_heads, rows, blocks]`, f32. So many rows at a time that no tensor on the way has more than [`NUMBERS`], unless a row has.
+    /// Computes the sums of a range of query rows: `[batch, kv_heads, rows, blocks]`, f32. Rows are processed in slabs, so that no intermediate tensor has more
+    /// than [`NUMBERS`] elements; a single row may exceed it.
     pub fn of_rows(&self, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         if let Some(attention_sums) = self.by_kernel(rows.clone()) {
@@ -70,7 +72,7 @@ impl<'a> AttentionSums<'a> {
         Ok(joined(slabs, 2))
     }
 
-    /// The plan of the scores.
+    /// Returns the plan of the attention sums.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn op_plan(&self) -> OpPlan {
         burn_blocksparse::op_plan!(&self.q.device(), |device| {
@@ -78,7 +80,7 @@ impl<'a> AttentionSums<'a> {
         })
     }
 
-    /// The blocks that queries choose by them in addition to the forced ones, and the queries of each block.
+    /// Returns the blocks that queries select in addition to the forced ones, and the queries of each block.
     pub fn lists(&self, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
         #[cfg(feature = "cube")]
         if let Some(blocks) = self.choice(sizes) {
@@ -89,20 +91,20 @@ impl<'a> AttentionSums<'a> {
         SelectedBlocks::new(|rows| self.of_rows(rows), together, sizes)?.with_group_reuse(OVERLAP)
     }
 
-    /// Of queries and blocks that see nothing of each other.
+    /// Returns the sums of queries that see no compressed block: zeros.
     pub(crate) fn nothing(&self, rows: usize, blocks: usize) -> Tensor<4> {
         let [batch, ..] = self.q.dims();
         let dims = [batch, self.kv_heads, rows, blocks];
         Tensor::zeros(dims, (&self.q.device(), DType::F32))
     }
 
-    /// Compressed blocks that begin in a block of keys, and those that cover a token.
+    /// Returns the number of compressed blocks that start in a key block, and that cover a token.
     pub(crate) fn strides(&self) -> [usize; 2] {
         let options = self.nsa.options();
         [options.selected_block, options.block].map(|block| block / options.stride)
     }
 
-    /// Compressed blocks that the query before row `end` sees.
+    /// Returns the number of compressed blocks that the query before row `end` sees.
     pub(crate) fn seen(&self, end: usize) -> usize {
         self.nsa.entries(end + self.first)
     }
@@ -116,14 +118,14 @@ impl<'a> AttentionSums<'a> {
         let scores = products(q * self.scale, k, group);
         let lse = lse.clone().slice_dim(2, rows.clone()).cast(DType::F32);
         let p = (scores - lse.unsqueeze_dim(3)).exp();
-        // Of a row that sees nothing lse is −∞.
+        // A row that sees nothing has lse −∞.
         let hidden = self
             .hidden(rows, seen, &device)
             .reshape([1, 1, count, seen]);
         let p = p.mask_fill(hidden.expand([batch, heads, count, seen]), 0.0);
         let p = p.reshape([batch * self.kv_heads, group, count, seen]);
         let p = p.sum_dim(1).reshape([batch, self.kv_heads, count, seen]);
-        // A compressed block has the same share of every stride of tokens that it covers.
+        // A compressed block distributes its weight evenly over the strides of tokens that it covers.
         let [strides, covered] = self.strides();
         let cells = self.blocks * strides;
         let shifted = (0..covered).map(|shift| padded(p.clone(), 3, [shift, cells - seen - shift]));
@@ -135,7 +137,7 @@ impl<'a> AttentionSums<'a> {
         of_cells.reshape(parts).sum_dim(3).reshape(dims)
     }
 
-    /// Where a query does not see a compressed block: `[rows, seen]`.
+    /// Returns true where a query does not see a compressed block: `[rows, seen]`.
     fn hidden(&self, rows: Range<usize>, seen: usize, device: &Device) -> Tensor<2, Bool> {
         let dims = [rows.len(), seen];
         let [start, end] = [rows.start, rows.end].map(|row| (row + self.first) as i64);

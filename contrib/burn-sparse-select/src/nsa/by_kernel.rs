@@ -1,4 +1,4 @@
-//! Attention sums by a kernel of their own, and what queries choose by them without attention sums in memory.
+//! Attention sums by a kernel, and selection by them without storing them.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use burn_blocksparse::internal::device::cube;
 use burn_blocksparse::internal::op_plan::OpDevice;
 
 impl AttentionSums<'_> {
-    /// How the kernel makes them on a device, or why it does not.
+    /// Returns the kernel's plan on a device, or the reason why it does not run.
     pub(crate) fn plan_on(&self, device: &OpDevice) -> Result<CompressedPlan, &'static str> {
         if self.nsa.is_general {
             return Err("it was asked to be made as elsewhere");
@@ -26,7 +26,7 @@ impl AttentionSums<'_> {
         CompressedPlan::new(&device.client(), dtype, self.shape())
     }
 
-    /// The plan of the kernel, if it runs.
+    /// Returns the kernel's plan, if it runs.
     fn plan(&self) -> Option<CompressedPlan> {
         let device = cube::of(&self.q.device())?;
         match burn_blocksparse::internal::cube::uses_reference() {
@@ -58,7 +58,7 @@ impl AttentionSums<'_> {
         }
     }
 
-    /// Of some rows, if the kernel runs: `[batch, kv_heads, rows, blocks]`, f32.
+    /// Computes the sums of a range of rows, if the kernel runs: `[batch, kv_heads, rows, blocks]`, f32.
     pub(crate) fn by_kernel(&self, rows: Range<usize>) -> Option<Tensor<4>> {
         self.plan()?;
         let (k, lse) = self.compressed.clone()?;
@@ -72,7 +72,7 @@ impl AttentionSums<'_> {
         ))
     }
 
-    /// The blocks that queries choose in addition to the forced ones, if the kernel chooses so many: `[batch, kv_heads, seq_q, most]`.
+    /// Returns the blocks that queries select in addition to the forced ones, if the kernel serves this many: `[batch, kv_heads, seq_q, most]`.
     pub(crate) fn choice(&self, sizes: &ListSizes) -> Option<Tensor<4, Int>> {
         self.plan()?.chooses(sizes.most()).then_some(())?;
         let (k, lse) = self.compressed.clone()?;

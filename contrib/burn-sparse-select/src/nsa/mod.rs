@@ -1,11 +1,11 @@
-//! Native sparse attention (NSA: Yuan et al., 2025): each query sees all earlier tokens in compressed form, a few blocks of them as they are, and a window.
+//! Native sparse attention (NSA: Yuan et al., 2025): each query sees all earlier tokens in compressed form, a few uncompressed blocks of them, and a window.
 
-// mod             the three branches, and their sum
-// options         their numbers
-// windows         blocks of tokens that are compressed
-// attention_sums  the attention that blocks of keys get in compressed form, by which they are chosen
-// by_kernel       the same by a kernel that chooses at once, where there is one
-// strides         queries at any positions, over compressed keys in pages
+// mod             the three branches and their sum
+// options         parameters
+// windows         the token blocks to compress
+// attention_sums  attention of key blocks via compressed blocks, used for selection
+// by_kernel       attention sums and selection in one kernel
+// strides         queries at arbitrary positions, over compressed keys in pages
 
 mod attention_sums;
 #[cfg(feature = "cube")]
@@ -27,18 +27,19 @@ use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 pub use options::NsaOptions;
 pub use strides::NsaStrides;
 
-/// Native sparse attention (Yuan et al., 2025, §3): three branches, each with keys and values of its own, whose outputs are added with a weight of each query,
-/// head and branch.
+/// Native sparse attention (Yuan et al., 2025, §3): three branches, each with its own keys and values. Their outputs are added with a gate per query, head and
+/// branch.
 ///
 /// ```text
 /// compressed   softmax over compressed blocks i with i · stride + block ≤ position + 1, of φ(keys of the block), φ(values of the block)
-/// selected     softmax over the keys of `keep` blocks J of selected_block keys: the first, the nearest two, and those of the largest
+/// selected     softmax over the keys of `keep` blocks J of selected_block keys: the first, the nearest two, and those with the largest
 ///              Σ over the group's heads h and compressed i of p_compressed[h, i] · overlap(i, J)
 /// window       softmax over the last `window` keys
 /// ```
 ///
-/// Queries see no later tokens, in any branch, and choose by earlier ones. Heads that share keys choose together. The choice has no gradient; what
-/// compresses learns by the first branch. `overlap(i, J)` is the number of tokens that compressed block i has in J, over `stride` (the paper's equation 9).
+/// Queries see no later tokens in any branch, and select by earlier ones. The heads of a KV head share a selection. The selection has no gradient; the
+/// compression is trained through the compressed branch. `overlap(i, J)` is the number of tokens that compressed block i has in J, divided by `stride` (the
+/// paper's equation 9).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -64,24 +65,24 @@ pub use strides::NsaStrides;
 pub struct Nsa {
     options: NsaOptions,
     layouts: LayoutCache,
-    /// True if the kernel of attention sums is left out.
+    /// True to leave out the kernel of attention sums.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     is_general: bool,
 }
 
-/// Keys and values of the branches of [`Nsa`], each `[batch, kv_heads, rows, width]`; keys are as wide as queries, and all values are equally wide.
+/// Keys and values of the branches of [`Nsa`], each `[batch, kv_heads, rows, width]`. Keys are as wide as queries, and all values are equally wide.
 #[derive(Clone, Debug)]
 pub struct NsaKeysValues {
-    /// Keys and values of compressed blocks, [`Nsa::entries`] rows. None where the sequence is shorter than a block.
+    /// Keys and values of compressed blocks, [`Nsa::entries`] rows. `None` if the sequence is shorter than a block.
     pub compressed: Option<[Tensor<4>; 2]>,
-    /// Keys and values of the selected branch: a row for each token.
+    /// Keys and values of the selected branch, one row per token.
     pub selected: [Tensor<4>; 2],
-    /// Keys and values of the window: a row for each token.
+    /// Keys and values of the window, one row per token.
     pub window: [Tensor<4>; 2],
 }
 
 impl NsaKeysValues {
-    /// The same keys and values for the window and the selected branch, without compressed ones.
+    /// Creates keys and values that the window and the selected branch share, without compressed ones.
     pub fn shared(key: Tensor<4>, value: Tensor<4>) -> Self {
         Self {
             compressed: None,
@@ -90,10 +91,10 @@ impl NsaKeysValues {
         }
     }
 
-    /// Sets the compressed keys and values to the means of blocks of the selected branch's.
+    /// Sets the compressed keys and values to block means of the selected branch's.
     ///
     /// # Errors
-    /// As [`Nsa::means`].
+    /// Those of [`Nsa::means`].
     pub fn compressed_by_means(mut self, nsa: &Nsa) -> Result<Self, OpError> {
         let [k, v] = self.selected.clone();
         self.compressed = match (nsa.means(k)?, nsa.means(v)?) {
@@ -108,11 +109,11 @@ impl NsaKeysValues {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaBranches {
-    /// Output over compressed blocks. None (zeros) where the sequence is shorter than a block.
+    /// Output over compressed blocks. `None` (zeros) if the sequence is shorter than a block.
     pub compressed: Option<Tensor<4>>,
     /// Output of the selected branch.
     pub selected: Tensor<4>,
-    /// Output of the window. None (zeros) if that is off.
+    /// Output of the window. `None` (zeros) if the window is off.
     pub window: Option<Tensor<4>>,
 }
 
@@ -120,7 +121,7 @@ impl NsaBranches {
     /// Number of branches.
     pub const COUNT: usize = 3;
 
-    /// Outputs of the compressed branch, the selected one and the window.
+    /// Creates the outputs of the compressed branch, the selected one and the window.
     pub fn new(
         compressed: Option<Tensor<4>>,
         selected: Tensor<4>,
@@ -133,15 +134,15 @@ impl NsaBranches {
         }
     }
 
-    /// Their sum, each times its gate, in f32 (f64 for f64) and rounded once. It is one step of the autodiff graph, of one kernel forward and one backward
-    /// where kernels run. Deterministic.
+    /// Sums the branches, each times its gate, in f32 (f64 for f64), and rounds once. This is one node of the autodiff graph; kernels need one launch forward
+    /// and one backward. Deterministic.
     ///
     /// # Shapes
-    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window, in any float dtype
+    /// - `gates`: `[batch, heads, seq_q, 3]` for the compressed branch, the selected one and the window, in any float dtype
     /// - result: `[batch, heads, seq_q, value_dim]`, in the branches' dtype
     ///
     /// # Errors
-    /// [`OpError`] if shapes, dtypes or devices do not fit each other.
+    /// [`OpError`] if shapes, dtypes or devices do not match.
     pub fn gated(self, gates: Tensor<4>) -> Result<Tensor<4>, OpError> {
         self.check(&gates)?;
         Ok(gated_sum(
@@ -150,10 +151,10 @@ impl NsaBranches {
         ))
     }
 
-    /// Returns the plan of [`Self::gated`] and its backward pass. It prints.
+    /// Returns the plan of [`Self::gated`] and its backward pass, which can be printed.
     ///
     /// # Errors
-    /// As [`Self::gated`].
+    /// Those of [`Self::gated`].
     pub fn explain_gated(&self, gates: &Tensor<4>) -> Result<OpPlan, OpError> {
         self.check(gates)?;
         Ok(gated_plan(&self.selected, gates))
@@ -178,8 +179,10 @@ impl NsaBranches {
 }
 
 impl Nsa {
+    /// Creates the attention with these options.
+    ///
     /// # Errors
-    /// [`OpError`] if a number is out of its range: see [`NsaOptions`].
+    /// [`OpError`] if a parameter is out of its range, see [`NsaOptions`].
     pub fn new(options: NsaOptions) -> Result<Self, OpError> {
         options.check()?;
         Ok(Self {
@@ -189,7 +192,7 @@ impl Nsa {
         })
     }
 
-    /// The same without the kernel that makes importance scores and chooses by them on some devices: for measuring and comparing.
+    /// Disables the kernel that computes attention sums and selects by them. For measurements and comparisons.
     pub fn without_importance_kernel(self) -> Self {
         Self {
             is_general: true,
@@ -197,10 +200,10 @@ impl Nsa {
         }
     }
 
-    /// Returns the plan of a call's importance scores, and why not the kernel that also selects. It prints.
+    /// Returns the plan of a call's importance scores, with the reason if the selecting kernel does not run. It can be printed.
     ///
     /// # Errors
-    /// As [`Self::attention`].
+    /// Those of [`Self::attention`].
     pub fn explain(&self, q: &Tensor<4>, keys_values: &NsaKeysValues) -> Result<OpPlan, OpError> {
         Call::new(self, q, keys_values)?;
         let [batch, heads, seq_q, _] = q.dims();
@@ -216,19 +219,19 @@ impl Nsa {
         &self.options
     }
 
-    /// The sum of the branches, each times its gate. Nothing is read back where kernels run.
+    /// Computes the sum of the branches, each times its gate. Reads nothing back where kernels run.
     ///
-    /// Forward, at most 64 MiB of scores are in memory at a time. Queries that are packed by block are processed for some heads at a time, at least
-    /// one, so that they and their outputs have up to 2³¹ elements. In training the graph stores those of all heads, `(keep − 3) · seq_q · heads ·
-    /// (head_dim + value_dim)` elements.
+    /// Forward keeps at most 64 MiB of scores in memory. If queries are packed by block, heads are processed in parts of at least one head, so that packed
+    /// queries and their outputs have up to 2³¹ elements. In training the graph stores those of all heads,
+    /// `(keep − 3) · seq_q · heads · (head_dim + value_dim)` elements.
     ///
     /// # Shapes
-    /// - `q`: `[batch, heads, seq_q, head_dim]`; the last query sits at the last key
-    /// - `gates`: `[batch, heads, seq_q, 3]`, of the compressed branch, the selected one and the window; the paper's are sigmoids
+    /// - `q`: `[batch, heads, seq_q, head_dim]`; the last query is at the position of the last key
+    /// - `gates`: `[batch, heads, seq_q, 3]` for the compressed branch, the selected one and the window; the paper uses sigmoids
     /// - result: `[batch, heads, seq_q, value_dim]`
     ///
     /// # Errors
-    /// [`OpError`] if shapes, dtypes or devices do not fit each other.
+    /// [`OpError`] if shapes, dtypes or devices do not match.
     pub fn attention(
         &self,
         q: Tensor<4>,
@@ -238,10 +241,10 @@ impl Nsa {
         self.branches(q, keys_values)?.gated(gates)
     }
 
-    /// The branches, one by one.
+    /// Computes the branches without summing them.
     ///
     /// # Errors
-    /// As [`Self::attention`].
+    /// Those of [`Self::attention`].
     pub fn branches(
         &self,
         q: Tensor<4>,
@@ -289,10 +292,10 @@ impl Nsa {
         })
     }
 
-    /// The first branch alone: the attention to compressed blocks. None where the sequence is shorter than a block.
+    /// Computes the attention to compressed blocks only. `None` if the sequence is shorter than a block.
     ///
     /// # Errors
-    /// As [`Self::attention`].
+    /// Those of [`Self::attention`].
     pub fn compressed_branch(
         &self,
         q: Tensor<4>,
@@ -303,7 +306,7 @@ impl Nsa {
         Ok(found.map(|(out, _)| out))
     }
 
-    /// The attention to compressed blocks and its lse, if there are any.
+    /// Returns the attention to compressed blocks and its lse, if there are any.
     fn of_entries(
         &self,
         call: &Call,
@@ -320,15 +323,15 @@ impl Nsa {
             .map(Some)
     }
 
-    /// The attention that blocks of [`NsaOptions::selected_block`] keys get in compressed form, of all heads that share one choice: what a query chooses its
-    /// blocks by. Those that a query does not see may have anything.
+    /// Returns the attention that blocks of [`NsaOptions::selected_block`] keys receive in compressed form, summed over the heads that share a selection.
+    /// Queries select blocks by it. Entries of blocks that a query does not see are unspecified.
     ///
     /// # Shapes
-    /// - `q`, `keys_values`: as [`Self::attention`] has them
+    /// - `q`, `keys_values`: see [`Self::attention`]
     /// - result: `[batch, kv_heads, seq_q, blocks]`, f32, without autodiff
     ///
     /// # Errors
-    /// As [`Self::attention`].
+    /// Those of [`Self::attention`].
     pub fn block_importance(
         &self,
         q: Tensor<4>,
@@ -338,7 +341,7 @@ impl Nsa {
         self.attention_sums(q, keys_values)?.of_rows(rows)
     }
 
-    /// What attention sums of a call are made of, without autodiff.
+    /// Returns the inputs of a call's attention sums, without autodiff.
     fn attention_sums(
         &self,
         q: Tensor<4>,
@@ -354,11 +357,11 @@ impl Nsa {
         Ok(AttentionSums::new(self, &q, k, compressed))
     }
 
-    /// The blocks that every query chooses in addition to the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
-    /// choose.
+    /// Returns the blocks that every query selects in addition to the forced ones, and the queries of each block, in lists per KV head. `None` if there is
+    /// nothing to select.
     ///
     /// # Errors
-    /// As [`Self::attention`].
+    /// Those of [`Self::attention`].
     pub fn query_lists(
         &self,
         q: Tensor<4>,
@@ -372,11 +375,11 @@ impl Nsa {
         }
     }
 
-    /// The layout of the blocks that are forced, of queries `[batch, heads, seq_q, head_dim]` and so many keys: what a query sees of the selected branch beside
-    /// its [lists](Self::query_lists).
+    /// Returns the layout of the forced blocks for queries `[batch, heads, seq_q, head_dim]` and `seq_kv` keys. With the [lists](Self::query_lists) it makes up
+    /// the selected branch.
     ///
     /// # Errors
-    /// [`OpError`] if there is no query, or more of them than keys.
+    /// [`OpError`] if there is no query, or if there are more queries than keys.
     pub fn forced_layout(
         &self,
         [_, heads, seq_q, _]: [usize; 4],
@@ -420,7 +423,7 @@ impl Nsa {
     }
 }
 
-/// The sizes of a call that fits.
+/// Sizes of a checked call.
 struct Call {
     heads: usize,
     grid: ScoreGrid,
@@ -453,13 +456,13 @@ impl Call {
     }
 }
 
-/// A side of a layout's blocks that fits what a row sees.
+/// Returns the widest block size of layouts of which at least four fit `keys`.
 fn block_for(keys: usize) -> usize {
     let fitting = BLOCK_SIZES.into_iter().filter(|block| block * 4 <= keys);
     fitting.max().unwrap_or(BLOCK_SIZES[0])
 }
 
-/// The layout of queries from a position on over compressed blocks of `block` tokens, one beginning every `stride`.
+/// Returns the layout of queries from position `first` on over compressed blocks of `block` tokens, which start every `stride` tokens.
 pub(crate) fn of_entries(
     name: &str,
     shape: LayoutShape,

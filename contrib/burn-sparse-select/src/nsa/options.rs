@@ -11,19 +11,19 @@ use burn_blocksparse::{OpError, ProductPrecision};
 #[must_use]
 #[non_exhaustive]
 pub struct NsaOptions {
-    /// Tokens of a compressed block, a multiple of `stride`. Default: 32.
+    /// Number of tokens of a compressed block, a multiple of `stride`. Default: 32.
     pub block: usize,
-    /// Tokens from the beginning of a compressed block to that of the next. Default: 16.
+    /// Number of tokens between the starts of adjacent compressed blocks. Default: 16.
     pub stride: usize,
-    /// Keys of a block that is chosen: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`. Default: 64.
+    /// Number of keys of a selected block: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`. Default: 64.
     pub selected_block: usize,
     /// Number of blocks that a query sees, forced ones included. Default: 16.
     pub keep: usize,
-    /// Forced blocks, its own among them. Default: the first one, its own and the one before.
+    /// Forced blocks, including the query's own. Default: the first one, the query's own and the one before it.
     pub forced: Always,
-    /// Keys of the window, with the query's own; 0 turns that branch off. Default: 512.
+    /// Number of keys of the window, including the query's own; 0 turns the branch off. Default: 512.
     pub window: usize,
-    /// Factor of the scores of all branches. Default: 1/√head_dim.
+    /// Factor of the dot products of all branches. Default: 1/√head_dim.
     pub scale: Option<f64>,
     /// Precision of matmuls of f32 tensors.
     pub precision: ProductPrecision,
@@ -49,19 +49,19 @@ impl Default for NsaOptions {
 
 impl NsaOptions {
     blocksparse::setters! {
-        /// Sets the tokens of a compressed block.
+        /// Sets the number of tokens of a compressed block.
         block: usize,
-        /// Sets the distance of compressed blocks.
+        /// Sets the number of tokens between the starts of adjacent compressed blocks.
         stride: usize,
-        /// Sets the keys of a selected block.
+        /// Sets the number of keys of a selected block.
         selected_block: usize,
         /// Sets the number of blocks that a query sees.
         keep: usize,
         /// Sets the forced blocks.
         forced: Always,
-        /// Sets the keys of the window.
+        /// Sets the number of keys of the window.
         window: usize,
-        /// Sets the factor of the scores.
+        /// Sets the factor of the dot products.
         scale: Some(f64),
         /// Sets the precision of matmuls of f32 tensors.
         precision: ProductPrecision,

@@ -1,11 +1,11 @@
-//! Queries of sequences of unequal lengths, whose compressed keys stand by the strides that they end with: what pools of pages decode with.
+//! Queries of sequences of unequal lengths, over compressed keys that are indexed by the stride they end with. Paged pools decode this way.
 //!
-//! A compressed block `[i · stride, i · stride + block)` ends with stride `s = i + block / stride − 1`, so that a page of tokens holds the compressed keys
-//! of the strides in it, whatever comes before or after:
+//! A compressed block `[i · stride, i · stride + block)` ends with stride `s = i + block / stride − 1`. So a page of tokens holds the compressed keys of its
+//! own strides, independent of the pages around it:
 //!
 //! ```text
 //! tokens       0 1 2 3 | 4 5 6 7 | 8 9 …      stride 4, block 8
-//! compressed      –    |  [0, 8) | [4, 12)    nothing ends with the first stride
+//! compressed      –    |  [0, 8) | [4, 12)    no block ends with the first stride
 //! ```
 
 use blocksparse::Always;
@@ -17,25 +17,25 @@ use crate::selection::parts::{NOTHING, padded};
 use crate::selection::products;
 use burn_blocksparse::OpError;
 
-/// Above every attention sum: that of blocks which are seen in any case.
+/// Score of forced blocks, above every attention sum.
 const FORCED: f32 = 1e30;
 
-/// Attention to compressed keys, and the importance scores of blocks: see [`Nsa::of_strides`].
+/// Attention to compressed keys, and the importance scores of blocks, see [`Nsa::of_strides`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaStrides {
-    /// `[batch, heads, rows, value_dim]`, in the queries' dtype: the compressed branch, zeros in rows that see no compressed key.
+    /// Output of the compressed branch, `[batch, heads, rows, value_dim]`, in the queries' dtype. Rows that see no compressed key are 0.
     pub out: Tensor<4>,
-    /// `[batch, kv_heads, rows, blocks]`, f32: the importance of each block of [`selected_block`](crate::nsa::NsaOptions::selected_block) tokens. Those that a query does
-    /// not see have 0.
+    /// Importance of each block of [`selected_block`](crate::nsa::NsaOptions::selected_block) tokens, `[batch, kv_heads, rows, blocks]`, f32. Blocks that a
+    /// query does not see have 0.
     pub importance: Tensor<4>,
 }
 
 impl Nsa {
-    /// Returns the same choice over pages of `page` tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks.
+    /// Returns the selection over pages of `page` tokens, of [`keep`](crate::nsa::NsaOptions::keep) blocks.
     ///
     /// # Errors
-    /// [`OpError`] if pages are no whole parts of the blocks that are chosen, or hold no whole strides.
+    /// [`OpError`] if the page size is not a power of two, does not divide the selected block, or is not a multiple of the stride.
     pub fn on_pages(&self, page: usize) -> Result<PageChoice, OpError> {
         let options = self.options();
         let (stride, selected) = (options.stride, options.selected_block);
@@ -48,16 +48,17 @@ impl Nsa {
         Ok(PageChoice::of_blocks(page, selected / page, options.keep))
     }
 
-    /// The compressed branch of queries at any positions, and the importance scores by which they choose blocks. In Burn's primitives, summed in f32 at least.
+    /// Computes the compressed branch of queries at arbitrary positions, and the importance scores by which they select blocks. Uses Burn's operations and sums
+    /// in f32 at least.
     ///
     /// # Shapes
     /// - `q`: `[batch, heads, rows, head_dim]`
-    /// - `k`, `v`: `[batch, kv_heads, strides, width]`: in row `s` the compressed key and value of the block whose last token is `(s + 1) · stride − 1`. What
-    ///   stands in rows that no query sees has no part in the result, whatever it is
-    /// - `positions`: `[batch, rows]`, of the queries
+    /// - `k`, `v`: `[batch, kv_heads, strides, width]`: row `s` holds the compressed key and value of the block whose last token is `(s + 1) · stride − 1`.
+    ///   Rows that no query sees may have any content
+    /// - `positions`: `[batch, rows]`, the positions of the queries
     ///
     /// # Errors
-    /// [`OpError`] if the shapes do not fit each other.
+    /// [`OpError`] if the shapes do not match.
     pub fn of_strides(
         &self,
         q: Tensor<4>,
@@ -86,7 +87,7 @@ impl Nsa {
         let weights = (scores - top).exp().mask_fill(of_heads, 0.0);
         let total = weights.clone().sum_dim(3).clamp_min(f32::MIN_POSITIVE);
         let p = weights / total;
-        // A weight of 0 does not hide what is not a number.
+        // Unseen values are replaced with 0, because 0 times NaN is NaN.
         let unseen = hidden.int().cast(DType::I32).min_dim(1).equal_elem(1);
         let unseen = unseen.reshape([batch, 1, strides, 1]).expand(v.dims());
         let v = v.mask_fill(unseen, 0.0);
@@ -98,15 +99,15 @@ impl Nsa {
         Ok(NsaStrides { out, importance })
     }
 
-    /// The pages of the blocks that queries see of those at their positions and before: the forced ones, and of the others those with the largest importance scores.
+    /// Returns the pages of the blocks that queries see, up to the block of their position: the forced ones and those with the largest importance scores.
     ///
     /// # Shapes
-    /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as [`Self::of_strides`] gives them
+    /// - `importance`: `[batch, kv_heads, rows, blocks]`, f32, as returned by [`Self::of_strides`]
     /// - `positions`: `[batch, rows]`, i32
-    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, a page list for each query
+    /// - result: `[batch · rows, kv_heads, choice.selected_pages()]`, i32, one page list per query
     ///
     /// # Errors
-    /// As [`topk_pages`].
+    /// Those of [`topk_pages`].
     pub fn choose_pages(
         &self,
         importance: Tensor<4>,
@@ -133,7 +134,7 @@ impl Nsa {
         let first = i32::try_from(first).unwrap_or(i32::MAX);
         let forced = forced.bool_or(block.lower_elem(first));
         let scores = importance.mask_fill(forced, FORCED).swap_dims(1, 2);
-        // Scores of blocks are sums of their pages'.
+        // A block's score is the sum of its pages', so only the first page carries it.
         let page_lists = batch * rows;
         let scores = scores.reshape([page_lists, kv_heads, blocks, 1]);
         let scores = padded(scores, 3, [0, choice.block - 1]);
@@ -144,7 +145,7 @@ impl Nsa {
         topk_pages(scores, &spans, choice)
     }
 
-    /// Where a query does not see the compressed key that ends with a stride: `[batch, rows, strides]`.
+    /// Returns true where a query does not see the compressed key that ends with a stride: `[batch, rows, strides]`.
     fn hidden_strides(&self, positions: &Tensor<2, Int>, strides: usize) -> Tensor<3, Bool> {
         let options = self.options();
         let [batch, rows] = positions.dims();
@@ -159,14 +160,15 @@ impl Nsa {
         later.bool_or(begun.expand(dims))
     }
 
-    /// What blocks get of weights of compressed keys, `[batch, kv_heads, rows, strides]`: of each the same share for every stride that it covers.
+    /// Converts weights of compressed keys, `[batch, kv_heads, rows, strides]`, to sums of blocks. A compressed key distributes its weight evenly over the
+    /// strides that it covers.
     fn of_blocks(&self, p: Tensor<4>) -> Tensor<4> {
         let options = self.options();
         let [batch, kv_heads, rows, strides] = p.dims();
         let [of_block, covered] =
             [options.selected_block, options.block].map(|x| x / options.stride);
         let blocks = strides.div_ceil(of_block);
-        // A stride is covered by the compressed blocks that end with it and with those behind it.
+        // A stride is covered by the compressed blocks that end with it or with a following stride.
         let behind = blocks * of_block + covered - 1 - strides;
         let p = padded(p, 3, [0, behind]);
         let ending = (0..covered).rev();
@@ -179,7 +181,7 @@ impl Nsa {
     }
 }
 
-/// The slots of a page list, and zeros after them.
+/// Appends zeros to lengths, up to the four elements of a span.
 fn padded_ints(slots: Tensor<3, Int>) -> Tensor<3, Int> {
     let [page_lists, ..] = slots.dims();
     let zeros = Tensor::zeros([page_lists, 1, 3], (&slots.device(), DType::I32));

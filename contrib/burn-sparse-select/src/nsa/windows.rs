@@ -1,4 +1,4 @@
-//! The blocks of tokens that are compressed: `[i · stride, i · stride + block)`.
+//! Token blocks to compress: `[i · stride, i · stride + block)`.
 
 use burn::tensor::{DType, Tensor};
 
@@ -7,7 +7,7 @@ use crate::selection::parts::joined;
 use burn_blocksparse::OpError;
 
 impl Nsa {
-    /// Compressed blocks of a sequence: those that are whole.
+    /// Returns the number of complete compressed blocks of a sequence.
     pub fn entries(&self, seq: usize) -> usize {
         match seq.checked_sub(self.options.block) {
             Some(behind) => behind / self.options.stride + 1,
@@ -15,7 +15,7 @@ impl Nsa {
         }
     }
 
-    /// The means of blocks of tokens, summed in f32 at least. Differentiable. None if the sequence is shorter than a block.
+    /// Computes the means of token blocks, summed in f32 at least. Differentiable. `None` if the sequence is shorter than a block.
     ///
     /// # Shapes
     /// - `x`: `[batch, heads, seq, width]`
@@ -45,7 +45,7 @@ impl Nsa {
         Ok(Some(mean.cast(dtype)))
     }
 
-    /// The tokens of each block, one after the other, for what compresses them. Differentiable. None if the sequence is shorter than a block.
+    /// Returns the tokens of each block, concatenated, as the input of a compression. Differentiable. `None` if the sequence is shorter than a block.
     ///
     /// # Shapes
     /// - `x`: `[batch, heads, seq, width]`
@@ -65,7 +65,7 @@ impl Nsa {
         Ok(Some(joined(parts.collect(), 3)))
     }
 
-    /// Whole strides of the tokens that some block has: `[batch, heads, strides, width]`.
+    /// Returns the shape of the tokens that some block covers, in complete strides: `[batch, heads, strides, width]`.
     fn cells(&self, x: &Tensor<4>) -> Result<Option<[usize; 4]>, OpError> {
         let dims = x.dims();
         blocksparse::ensure! { OpError; !dims.contains(&0) => "x", "of one number at least", format!("{dims:?}"); }

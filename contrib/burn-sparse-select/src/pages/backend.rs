@@ -1,4 +1,4 @@
-//! Choices of pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
+//! Page selection on each backend. Autodiff has none: public functions pass tensors without autodiff.
 
 #[cfg(feature = "cube")]
 mod kernels {

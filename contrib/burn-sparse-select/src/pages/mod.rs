@@ -1,4 +1,4 @@
-//! Pages of a KV cache that queries choose by scores.
+//! Pages of a KV cache that queries select by scores.
 
 pub(crate) mod backend;
 pub(crate) mod ops;
@@ -10,13 +10,13 @@ use burn_blocksparse::internal::prelude::*;
 
 use crate::pages::ops::PageChoiceOps;
 
-/// Selects pages by scores, f32 `[batch, kv_heads, max_pages]`, as i32 `[batch, kv_heads, choice.selected_pages()]`. For each query and KV head these
-/// are the [forced](PageChoice::forced) blocks of pages, with the one in which its page list ends (the first element of `spans`, `[batch, 1 or
-/// kv_heads, 4]`), and the others with the highest scores, up to `keep` (ties go to the earlier; NaN sorts last). Pages are ascending, −1 where there
-/// are fewer. Nothing is read back where kernels run, and launches depend on shapes alone.
+/// Selects pages by scores, f32 `[batch, kv_heads, max_pages]`, and returns i32 `[batch, kv_heads, choice.selected_pages()]`. Each query and KV head selects up
+/// to `keep` blocks of pages: the [forced](PageChoice::forced) ones, including the one in which its page list ends (the first element of `spans`,
+/// `[batch, 1 or kv_heads, 4]`), and those with the highest scores. Ties go to the earlier block; NaN sorts last. Pages are ascending, −1 where there are
+/// fewer. Reads nothing back where kernels run, and launches depend on shapes only.
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, or no feature of this crate serves the device.
+/// [`OpError`] if shapes, dtypes or devices do not match, or no feature of this crate serves the device.
 pub fn topk_pages(
     scores: Tensor<3>,
     spans: &Tensor<3, Int>,

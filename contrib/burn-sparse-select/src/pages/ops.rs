@@ -1,4 +1,4 @@
-//! The backend trait of choosing pages by scores, and the same in loops on the host, which for CPUs is where scores are.
+//! Backend trait of page selection by scores, and a reference in loops on the host, where CPU backends have the scores anyway.
 
 use crate::pages::page_choice::PageChoice;
 use crate::selection::reference::highest;
@@ -6,7 +6,7 @@ use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::prelude::*;
 
-/// Choices of pages as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+/// Page selection as backend operations, on tensors without autodiff. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -14,7 +14,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait PageChoiceOps: Backend {
-    /// The pages of the highest scores, i32 `[batch, kv_heads, keep · block]`.
+    /// Returns the pages with the highest scores, i32 `[batch, kv_heads, keep · block]`.
     #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], choice.selected_pages()].into())]
     fn topk_pages(
         scores: FloatTensor<Self>,

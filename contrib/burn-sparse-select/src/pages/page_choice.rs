@@ -1,4 +1,4 @@
-//! How pages are chosen.
+//! Parameters of page selection.
 
 use std::ops::Range;
 
@@ -8,38 +8,38 @@ use burn_blocksparse::OpError;
 use crate::selection::by_query::top_k;
 use crate::selection::{GqaReduction, PageSummary, Selection};
 
-/// Choice of pages: a [`Selection`] over a paged cache.
+/// Parameters of page selection: a [`Selection`] over a paged cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoice {
-    /// Summary of a page that scores are computed from.
+    /// Summary of a page from which scores are computed.
     pub summary: PageSummary,
-    /// Slots of a page.
+    /// Number of slots of a page.
     pub page: usize,
-    /// Pages that are chosen as one, by the sum of their scores.
+    /// Number of pages that are selected together, by the sum of their scores.
     pub block: usize,
-    /// Such blocks that are retained, the forced ones among them (more, if more are forced).
+    /// Number of such blocks that are kept, including forced ones (more if more are forced).
     pub keep: usize,
-    /// Such blocks that are always selected: the first of a page list, and up to its last, which is always one of them.
+    /// Forced blocks: the first ones of a page list, and the last ones up to its end. The last block is always forced.
     pub forced: Always,
-    /// True if scores are the mean over the heads that share keys; otherwise their sum.
+    /// True if scores are the mean over the heads of a KV head; otherwise their sum.
     pub mean: bool,
 }
 
 impl PageChoice {
-    /// Keys that a query attends to that sees so many.
+    /// Returns the number of keys that a query attends to if it sees `keys` keys.
     pub fn attended(&self, keys: usize) -> usize {
         let block = self.page * self.block;
         let before = keys.saturating_sub(1) / block;
         before.min(self.kept().saturating_sub(1)) * block + (keys - before * block)
     }
 
-    /// Pages that a query selects.
+    /// Returns the number of pages that a query selects.
     pub fn selected_pages(&self) -> usize {
         self.kept().saturating_mul(self.block)
     }
 
-    /// Returns the factor of sums over `group` heads that share keys.
+    /// Returns the factor of sums over the `group` query heads of a KV head.
     pub fn factor(&self, group: usize) -> f64 {
         match self.mean {
             true => 1.0 / group as f64,
@@ -47,7 +47,7 @@ impl PageChoice {
         }
     }
 
-    /// Blocks that are kept of a page list that has more.
+    /// Returns the number of blocks that are kept of a longer page list.
     pub(crate) fn kept(&self) -> usize {
         self.keep.max(self.forced_blocks())
     }
@@ -57,12 +57,12 @@ impl PageChoice {
         first.saturating_add(local)
     }
 
-    /// Blocks that are chosen by score, at most.
+    /// Returns the maximum number of blocks that are selected by score.
     pub(crate) fn chosen(&self) -> usize {
         self.keep.saturating_sub(self.forced_blocks())
     }
 
-    /// Of a page list of blocks up to `last` those that are chosen from: those before and after are forced.
+    /// Returns the candidate blocks of a page list whose last block is `last`. The blocks before and after are forced.
     pub(crate) fn between(&self, last: usize) -> Range<usize> {
         let Always { first, local } = self.forced;
         let end = (last + 1).saturating_sub(local);
@@ -70,14 +70,14 @@ impl PageChoice {
     }
 }
 
-/// The block in which a page list ends alone.
+/// Only the block in which a page list ends.
 pub(crate) const OWN: Always = Always { first: 0, local: 1 };
 
 impl PageChoice {
-    /// By scores that are no summary's: of `keep` blocks of so many pages.
+    /// Creates a selection of `keep` blocks of `block` pages, by scores that do not come from a page summary.
     pub(crate) fn of_blocks(page: usize, block: usize, keep: usize) -> Self {
         Self {
-            // Nothing is made of it.
+            // Unused.
             summary: PageSummary::Mean,
             page,
             block,
@@ -87,10 +87,10 @@ impl PageChoice {
         }
     }
 
-    /// Checks the numbers.
+    /// Checks the parameters.
     ///
     /// # Errors
-    /// [`OpError`] if one is out of its range.
+    /// [`OpError`] if one is out of range.
     pub fn check(&self) -> Result<(), OpError> {
         blocksparse::ensure! { OpError; self.page.is_power_of_two() => "choice.page", "a power of two", self.page; }
         for (argument, number) in [
@@ -107,11 +107,11 @@ impl PageChoice {
 }
 
 impl Selection {
-    /// Returns the selection's choice over pages of `page` slots, of keys that `group` query heads share.
+    /// Returns the selection over pages of `page` slots, whose keys `group` query heads share.
     ///
     /// # Errors
-    /// [`OpError`] if its method scores no pages, pages are not whole parts of its blocks, or heads that share keys choose each for itself: a page is
-    /// read for all of them.
+    /// [`OpError`] if the method has no page scores, if pages do not divide its blocks, or if the heads of a KV head select separately: a page is read for all
+    /// of them.
     pub fn on_pages(&self, page: usize, group: usize) -> Result<PageChoice, OpError> {
         self.check()?;
         let summary = self.estimator().page_summary().ok_or_else(|| {
@@ -122,7 +122,7 @@ impl Selection {
         let keep = top_k(rule.keep, "a number of blocks over a pool of pages")?;
         blocksparse::ensure! { OpError; rule.forced.local != 0 => "forced.local", "at least 1, the query's own block, over a pool of pages", 0; }
         let block = self.estimator().grid().block;
-        // A bound of several pages is no sum of theirs.
+        // A bound of several pages is not the sum of their bounds.
         let (fits, expected) = match summary {
             PageSummary::Bounds => (page == block, format!("{block}, the page of {self}")),
             PageSummary::Mean => (

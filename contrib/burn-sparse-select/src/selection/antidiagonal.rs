@@ -1,4 +1,4 @@
-//! Blocks by sums over antidiagonals (XAttention: Xu et al., 2025, §2).
+//! Block selection by sums over antidiagonals (XAttention: Xu et al., 2025, §2).
 
 use std::ops::Range;
 
@@ -19,11 +19,11 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// Queries and keys in groups of `stride`: the score of two groups is the sum over their antidiagonal,
-/// `A[X, Y] = Σ_u q[X·stride + stride − 1 − u] · k[Y·stride + u] · scale / stride`, and a block's is the sum of `softmax_Y A` over its groups: an estimate of
-/// the attention that it gets from as many queries as there are groups. A group of queries sees those groups of keys that its last query sees a key of.
+/// Queries and keys form groups of `stride`. The score of two groups is the sum over their antidiagonal,
+/// `A[X, Y] = Σ_u q[X·stride + stride − 1 − u] · k[Y·stride + u] · scale / stride`. A block's score is the sum of `softmax_Y A` over its groups: an estimate of
+/// the attention that it gets from as many queries as there are groups. A group of queries sees the groups of keys of which its last query sees a key.
 ///
-/// Groups count from the first query and the first key. The last ones may have fewer members: what is missing adds nothing to a sum, whose divisor stays
+/// Groups count from the first query and the first key. The last ones may have fewer members: missing members add nothing to a sum, and the divisor stays
 /// `stride`.
 ///
 /// ```
@@ -39,7 +39,7 @@ use burn_blocksparse::OpError;
 pub struct XAttention {
     /// Width of a block.
     pub block: usize,
-    /// Members of a group, a divisor of `block`: the estimate costs `1 / (2 · stride)` of causal attention.
+    /// Number of members of a group, a divisor of `block`. The estimate costs `1 / (2 · stride)` of causal attention.
     pub stride: usize,
 }
 
@@ -56,12 +56,12 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl XAttention {
-    /// Groups as rows and columns.
+    /// Returns the grid of groups.
     fn groups(&self) -> EstimateGrid {
         EstimateGrid::square(self.stride)
     }
 
-    /// Attention of a group of queries to each group of keys, in plain f64 loops: a row of `softmax A`.
+    /// Computes the attention of a group of queries to each group of keys, a row of `softmax A`, in f64 loops.
     pub fn probabilities_reference(
         &self,
         call: &ReferenceInputs,
@@ -98,7 +98,7 @@ impl BlockEstimator for XAttention {
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
             kind: EstimateKind::Probability,
-            // The groups of a block have its later queries.
+            // The score of a block of queries includes its later queries.
             prefix_stable: false,
             causal_only: false,
         }
@@ -142,7 +142,7 @@ impl BlockEstimator for XAttention {
                 let groups = count * in_block;
                 let q = rows_of(&q, first..to) * (call.scale / s as f64);
                 let q = padded(q, 2, [0, count * b - (to - first)]);
-                // The last member of a group meets the first of the other.
+                // Reversed members: the last member of a query group pairs with the first of a key group.
                 let q = q.reshape([heads * groups, s, dim]).flip([1]);
                 let x = q
                     .reshape([parts, 1, group * groups, s * dim])

@@ -1,4 +1,4 @@
-//! Steps of choices by content on each backend. Autodiff has none: selections hand over tensors that it does not follow.
+//! Steps of content-based selection on each backend. Autodiff has none: selections pass tensors without autodiff.
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -23,7 +23,7 @@ mod kernels {
     };
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
-    /// The blocks of the highest scores, a row to a warp where there are warps.
+    /// Selects the highest-scoring blocks, one row per warp on devices with warps.
     fn chosen(
         client: &Client,
         of: &ScoredRows,

@@ -1,4 +1,4 @@
-//! What choices of single queries have in common, and those choices on the host.
+//! Shared parts of the methods that select per query, and such selections on the host.
 
 use blocksparse::{
     Always, BlockLayout, BlockMask, Budget, EstimateKind, LayoutShape, Rule, ScoreGrid,
@@ -7,21 +7,21 @@ use blocksparse::{
 use crate::selection::estimator::EstimatorTraits;
 use burn_blocksparse::OpError;
 
-/// Of products of a query with what summarizes blocks of keys.
+/// Traits of methods whose scores are products of a query with summaries of key blocks.
 pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
     kind: EstimateKind::Logit,
-    // Blocks before a query's own are whole, and nothing else is looked at.
+    // The blocks before a query's own are complete, and no other block is scored.
     prefix_stable: true,
     causal_only: true,
 };
 
-/// Forced by default: the block that a query lies in.
+/// Default forced blocks: the query's own.
 pub(crate) const FORCED: Always = Always { first: 0, local: 1 };
 
-/// A budget of so many blocks.
+/// Returns the number of blocks of a top-k budget.
 ///
 /// # Errors
-/// If it is another, and what is expected.
+/// If the budget is of another kind. The error names what is expected.
 pub(crate) fn top_k(keep: Budget, expected: impl Into<String>) -> Result<usize, OpError> {
     match keep {
         Budget::TopK(count) => Ok(count),
@@ -29,10 +29,10 @@ pub(crate) fn top_k(keep: Budget, expected: impl Into<String>) -> Result<usize, 
     }
 }
 
-/// That a method's rule is a number of its blocks, at least so many, with the query's own among the forced ones.
+/// Checks that a method's rule is top-k of at least `least` blocks, with the query's own among the forced ones.
 ///
 /// # Errors
-/// If it is another.
+/// If it is another rule.
 pub(crate) fn check_rule(
     rule: &Rule,
     [name, blocks]: [&str; 2],
@@ -47,7 +47,8 @@ pub(crate) fn check_rule(
     Ok(())
 }
 
-/// The layout of what each row of a grid of single queries keeps, `[patterns · rows][blocks]`. The grid's blocks are whole multiples of the layout's.
+/// Returns the layout of the blocks that each row of a grid of single queries keeps, `[patterns · rows][blocks]`. The grid's blocks are multiples of the
+/// layout's.
 pub(crate) fn layout(
     name: &str,
     shape: LayoutShape,

@@ -1,4 +1,4 @@
-//! Scores by which blocks are chosen, on CubeCL devices.
+//! Block scores on CubeCL devices.
 
 use std::ops::Range;
 
@@ -19,21 +19,21 @@ use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, S
 use burn_blocksparse::internal::cube::readable as rows_readable;
 use burn_blocksparse::internal::cube::{empty, launched, uses_reference, view};
 
-/// Returns whether kernels make scores on a device.
+/// Returns whether a device has kernels for block scores.
 pub(crate) fn available(device: &CubeDevice) -> bool {
     !uses_reference() && check(&device.client()).is_ok()
 }
 
-/// As kernels read it.
+/// Converts a tensor to what kernels read: contiguous, and f32 instead of f64.
 fn readable(x: CubeTensor) -> CubeTensor {
-    // Scores are f32, whatever they are made of.
+    // Scores are f32 for every input dtype.
     into_contiguous(match x.dtype {
         DType::F64 => cast(x, DType::F32),
         _ => x,
     })
 }
 
-/// Some rows of `[batch, heads, seq, width]`.
+/// Returns a range of rows of `[batch, heads, seq, width]`.
 fn rows_of(x: &CubeTensor, rows: Range<usize>) -> CubeTensor {
     let [batch, heads, seq, width] = x.meta.shape().dims();
     match rows == (0..seq) {
@@ -42,14 +42,14 @@ fn rows_of(x: &CubeTensor, rows: Range<usize>) -> CubeTensor {
     }
 }
 
-/// Attention sums of compressed blocks, or what they choose, in a new tensor of these sizes.
+/// Computes attention sums via compressed blocks, or a selection by them, into a new tensor.
 fn of_compressed(
     [q, k, lse]: [CubeTensor; 3],
     call: &CompressedCall,
     wanted: &Wanted,
     (columns, dtype): (usize, DType),
 ) -> CubeTensor {
-    // 16 bytes have eight numbers.
+    // Eight elements are 16 bytes.
     let q = rows_readable(q, 8);
     let (k, lse) = (into_contiguous(k), into_contiguous(cast(lse, DType::F32)));
     let plan = CompressedPlan::new(&q.client, dtype_to_elem_type(q.dtype), call.shape);
@@ -148,7 +148,7 @@ impl EstimateOps for CubeBackend {
                 let of = touched(Kept::Share(gamma));
                 flex_blocks(client, element, tensors, &sizes, &of, &limits, out)
             }
-            // A row is its own mean.
+            // A single row is its own mean.
             ScoredBy::Means if block == 1 && q.dtype == DType::F32 => {
                 let rows = [&rows_of(&q, queries).handle, &k.handle];
                 mean_products(client, rows, &products, None, out)
@@ -190,7 +190,7 @@ impl EstimateOps for CubeBackend {
     }
 
     fn query_picks(q: CubeTensor, k: CubeTensor, call: GateSizes) -> CubeTensor {
-        // 16 bytes have eight numbers.
+        // Eight elements are 16 bytes.
         let (q, k) = (rows_readable(into_contiguous(q), 8), readable(k));
         let [batch, heads, seq_q, _] = q.meta.shape().dims();
         let picks = empty(&q, [batch, heads, seq_q, call.most], DType::I32);

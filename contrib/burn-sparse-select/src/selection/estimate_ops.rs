@@ -1,4 +1,4 @@
-//! The backend trait of scores by which blocks are chosen, where kernels make them.
+//! Backend trait of block scores by kernels.
 
 use std::ops::Range;
 
@@ -12,51 +12,51 @@ use burn_blocksparse::internal::prelude::*;
 pub struct BlockScores {
     /// Queries and keys of a block.
     pub block: usize,
-    /// The rows of blocks that are wanted.
+    /// Range of rows of blocks.
     pub rows: Range<usize>,
     /// Factor of the dot products.
     pub factor: f64,
-    /// True if queries see no later keys: other scores may be any.
+    /// True if queries see no later keys. Scores of hidden blocks are then unspecified.
     pub causal: bool,
-    /// What scores are made of.
+    /// Kind of the scores.
     pub by: ScoredBy,
 }
 
-/// What scores of blocks are made of.
+/// Kind of block scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ScoredBy {
-    /// Sums of attention along antidiagonals of groups of so many queries and keys.
+    /// Sums of attention along antidiagonals of groups.
     Antidiagonals {
-        /// Members of a group.
+        /// Number of queries or keys of a group.
         stride: usize,
     },
-    /// 1 for blocks with a key or a distance that is kept by what the last queries give.
+    /// 1 for blocks that contain a selected key or distance, by the attention of the last queries; 0 for others.
     Lines {
         /// Number of last queries.
         queries: usize,
-        /// Keys and distances that are kept.
+        /// Numbers of keys and distances to select.
         kept: Kept,
     },
-    /// The same of the last block of queries, or by products of means, as each head's last queries say.
+    /// Like `Lines` for the last block of queries, or by products of means; each head decides by its last queries.
     Flex {
-        /// Share that is kept.
+        /// Share of the attention to cover.
         gamma: f64,
-        /// When means are trusted, and what is kept at least.
+        /// Threshold for using means, and the least selection.
         limits: FlexLimits,
     },
     /// Products of means.
     Means,
-    /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
+    /// Softmax of products of means over self-similar blocks. +∞ for key blocks that are not, and in rows of query blocks that are not.
     Alike {
-        /// The least mean of the cosines of all pairs of a block's rows.
+        /// Threshold of the mean cosine of all pairs of a block's rows.
         similarity: f64,
-        /// True if keys are taken less their mean over the sequence.
+        /// True if the mean over the sequence is subtracted from keys.
         smooth: bool,
     },
 }
 
-/// Request for importance scores of compressed blocks, or for blocks chosen by them.
+/// Request for attention sums of blocks via compressed blocks, or for a selection by them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CompressedCall {
@@ -64,11 +64,11 @@ pub struct CompressedCall {
     pub shape: CompressedShape,
     /// Factor of the dot products.
     pub scale: f64,
-    /// Queries whose importance scores are wanted; all of them choose.
+    /// Range of queries whose attention sums are wanted. A selection covers all queries.
     pub rows: Range<usize>,
-    /// Blocks that are not chosen.
+    /// Forced blocks, which are not selected by score.
     pub forced: Always,
-    /// Blocks that a query chooses, at most.
+    /// Upper bound of the blocks that a query selects.
     pub most: usize,
 }
 
@@ -86,18 +86,17 @@ impl CompressedCall {
     }
 }
 
-/// The shape of scores of some rows of blocks.
+/// Returns the shape of the scores of a range of rows of blocks.
 #[cfg(feature = "fusion")]
 fn of_scores(q: &Shape, k: &Shape, rows: &Range<usize>, block: usize) -> Shape {
     [q[0], q[1], rows.len(), k[2].div_ceil(block)].into()
 }
 
-/// Scores of blocks as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device: queries
-/// `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]` give `[batch, heads, rows, blocks]` in f32. Elsewhere estimators use Burn's
-/// operations.
+/// Block scores as backend operations. Only on devices that have kernels, on tensors without autodiff: queries `[batch, heads, seq_q, width]` and keys
+/// `[batch, kv_heads, seq_kv, width]` give f32 `[batch, heads, rows, blocks]`. Elsewhere estimators use Burn's operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait EstimateOps: Backend {
-    /// The scores of rows of blocks.
+    /// Computes the scores of rows of blocks.
     #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
     fn block_scores(
         q: FloatTensor<Self>,
@@ -105,13 +104,14 @@ pub trait EstimateOps: Backend {
         call: BlockScores,
     ) -> FloatTensor<Self>;
 
-    /// The blocks before each query's own whose means have the highest products with it, by falling product; ties go to the earlier:
-    /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
+    /// Returns the blocks before each query's own whose means have the highest products with it: i32 `[batch, heads, seq_q, most]`, in descending order, ties
+    /// in favor of the earlier block, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [q[0], q[1], q[2], call.most].into())]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
 
-    /// The attention that blocks get by way of compressed blocks, whose keys are `k` `[batch, kv_heads, entries, width]`, summed over the heads that share keys:
-    /// `[batch, kv_heads, rows, blocks]`. `lse` `[batch, heads, seq_q]` is that of the attention to compressed blocks. Only with a plan that has the kernel.
+    /// Computes the attention of blocks via compressed blocks, summed over the heads of a KV head: `[batch, kv_heads, rows, blocks]`. `k`
+    /// `[batch, kv_heads, entries, width]` holds the compressed keys, `lse` `[batch, heads, seq_q]` that of the attention to them. Requires a plan that has the
+    /// kernel.
     #[fusion(dtype = DType::F32, shape = call.attention_sums_shape())]
     fn compressed_attention_sums(
         q: FloatTensor<Self>,
@@ -120,8 +120,8 @@ pub trait EstimateOps: Backend {
         call: CompressedCall,
     ) -> FloatTensor<Self>;
 
-    /// The blocks of the highest ones in addition to the forced ones, by falling attention sum; ties go to the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
-    /// are fewer. Only with a plan that chooses so many.
+    /// Returns the blocks with the highest attention sums in addition to the forced ones: i32 `[batch, kv_heads, seq_q, most]`, in descending order, ties in
+    /// favor of the earlier block, −1 where there are fewer. Requires a plan that serves `most`.
     #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(
         q: FloatTensor<Self>,

@@ -1,5 +1,5 @@
-//! Scores of blocks by kernels, on devices that have them. `None` says that Burn's operations have to make them: the device has no kernels, or there are more
-//! numbers than they count.
+//! Block scores by kernels, on devices that have them. `None` means that the caller has to use Burn's operations: the device has no kernels, or the number of
+//! elements exceeds their indices.
 
 use std::ops::Range;
 
@@ -13,10 +13,10 @@ use crate::selection::estimate_ops::{BlockScores, EstimateOps, ScoredBy};
 use crate::selection::estimator::EstimateInputs;
 use burn_blocksparse::internal::device::cube;
 
-/// Returns whether kernels make scores for a call, none of whose buffers has more numbers than these.
+/// Returns whether kernels serve a call whose buffers have these numbers of elements.
 fn is_served(call: &EstimateInputs, numbers: &[usize]) -> bool {
     let is_float = |dtype| matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
-    // A product of lengths that do not fit 64 bits is no call's.
+    // No call has a product of lengths that overflows 64 bits.
     let few = numbers
         .iter()
         .all(|&numbers| i32::try_from(numbers).is_ok());
@@ -27,7 +27,7 @@ fn is_served(call: &EstimateInputs, numbers: &[usize]) -> bool {
         && device.is_some_and(|device| available(&device))
 }
 
-/// Batch entries times heads, of queries and of keys.
+/// Returns `batch · heads` of queries and of keys.
 fn lists(call: &EstimateInputs) -> [usize; 2] {
     [&call.q, &call.k].map(|x| {
         let [batch, heads, ..] = x.dims();
@@ -39,12 +39,11 @@ fn seq(call: &EstimateInputs) -> [usize; 2] {
     [&call.q, &call.k].map(|x| x.dims()[2])
 }
 
-/// Queries and keys.
 fn primitives(call: &EstimateInputs) -> [DispatchTensor; 2] {
     [&call.q, &call.k].map(|x| x.clone().into_dispatch())
 }
 
-/// Those of some rows of blocks.
+/// Returns the scores of a range of rows of blocks.
 pub(crate) fn scores(
     call: &EstimateInputs,
     block: usize,
@@ -57,7 +56,7 @@ pub(crate) fn scores(
         Some(products.max(2 * lists * (seq_kv + 2 * block)))
     };
     let between = match by {
-        // A row of blocks is the least that is computed at a time.
+        // At least one row of blocks is computed at a time.
         ScoredBy::Antidiagonals { stride } => {
             lists * (block / stride) * seq_kv.div_ceil(stride).next_multiple_of(8)
         }
@@ -79,7 +78,7 @@ pub(crate) fn scores(
     })
 }
 
-/// The blocks that each query chooses by the means of their keys, `most` at most, where products pick them.
+/// Returns the blocks that each query selects by the means of their keys, at most `most`, where a kernel does this.
 pub(crate) fn picks(call: &EstimateInputs, block: usize, most: usize) -> Option<Tensor<4, Int>> {
     let wanted = GateSizes {
         lists: lists(call),

@@ -1,4 +1,4 @@
-//! What estimates how much attention blocks of keys get.
+//! The trait of methods that estimate how much attention each key block gets.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,17 +10,17 @@ use burn::tensor::{Int, Tensor};
 use crate::selection::sharing::GqaReduction;
 use burn_blocksparse::OpError;
 
-/// The rows and blocks that an estimator has scores of.
+/// Granularity of an estimator's scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EstimateGrid {
-    /// Adjacent queries that share a choice.
+    /// Number of adjacent queries that share a selection.
     pub query_rows: usize,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
 }
 
 impl EstimateGrid {
-    /// Blocks of `block` queries and `block` keys.
+    /// Creates a grid of blocks of `block` queries and `block` keys.
     pub fn square(block: usize) -> Self {
         Self {
             query_rows: block,
@@ -28,7 +28,7 @@ impl EstimateGrid {
         }
     }
 
-    /// Single queries, blocks of `block` keys.
+    /// Creates a grid of single queries and blocks of `block` keys.
     pub fn by_query(block: usize) -> Self {
         Self {
             query_rows: 1,
@@ -36,7 +36,7 @@ impl EstimateGrid {
         }
     }
 
-    /// The rows and blocks of so many queries and keys, where queries see no later keys, or see all.
+    /// Returns the score grid of these sequence lengths.
     pub fn of(self, [seq_q, seq_kv]: [usize; 2], causal: bool) -> ScoreGrid {
         ScoreGrid {
             query_rows: self.query_rows,
@@ -53,24 +53,24 @@ impl EstimateGrid {
 pub struct EstimatorTraits {
     /// Kind of its scores.
     pub kind: EstimateKind,
-    /// True if a query's choice depends on earlier positions only. Where it does not, later tokens leak into the choice: such a choice serves
-    /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
+    /// True if a query's selection depends on earlier positions only. Otherwise later tokens leak into it. Such a selection suits prefill, not decoding, and a
+    /// language model that trains with it sees a little of the future.
     pub prefix_stable: bool,
-    /// True if it is defined only where queries see no later keys.
+    /// True if the method is defined for causal attention only.
     pub causal_only: bool,
 }
 
 /// Summary of each page that a paged pool stores for an estimator's scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageSummary {
-    /// The largest and the smallest element of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    /// Largest and smallest element of each channel. Scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
     Bounds,
-    /// The mean of the keys: scores are `q · mean`.
+    /// Mean of the keys. Scores are `q · mean`.
     Mean,
 }
 
 impl PageSummary {
-    /// Rows of a page's summary.
+    /// Returns the number of rows of a page's summary.
     pub fn rows(self) -> usize {
         match self {
             Self::Bounds => 2,
@@ -87,14 +87,14 @@ pub struct EstimateInputs {
     pub q: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`.
     pub k: Tensor<4>,
-    /// Factor of dot products before the softmax.
+    /// Factor of the dot products before the softmax.
     pub scale: f64,
-    /// True if queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query is at the position of the last key.
     pub causal: bool,
 }
 
 impl EstimateInputs {
-    /// A causal call with the usual scale, 1/√head_dim.
+    /// Creates a causal call with the usual scale, 1/√head_dim.
     pub fn new(q: Tensor<4>, k: Tensor<4>) -> Self {
         let scale = 1.0 / (q.dims()[3].max(1) as f64).sqrt();
         Self {
@@ -106,13 +106,13 @@ impl EstimateInputs {
     }
 
     blocksparse::setters! {
-        /// Sets what products are multiplied by before a softmax.
+        /// Sets the factor of the dot products before the softmax.
         scale: f64,
         /// Sets whether queries see no later keys.
         causal: bool,
     }
 
-    /// The call of plain tensors: no choice has a gradient.
+    /// Returns the call with tensors without autodiff: a selection has no gradient.
     pub(crate) fn without_autodiff(&self) -> Self {
         Self {
             q: self.q.clone().without_autodiff(),
@@ -121,74 +121,74 @@ impl EstimateInputs {
         }
     }
 
-    /// Query heads of a key head.
+    /// Returns the number of query heads per KV head.
     pub fn group(&self) -> usize {
         self.q.dims()[1] / self.k.dims()[1]
     }
 
-    /// The rows and blocks of the call.
+    /// Returns the score grid of the call.
     pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
         grid.of([&self.q, &self.k].map(|x| x.dims()[2]), self.causal)
     }
 }
 
-/// Queries and keys of one batch entry on the host, in f64: what tests compare with.
+/// Queries and keys of one batch entry on the host, in f64. Tests compare with results from these.
 #[derive(Clone, Copy, Debug)]
 pub struct ReferenceInputs<'a> {
     /// `[heads][seq_q][head_dim]`.
     pub q: &'a [f64],
     /// `[kv_heads][seq_kv][head_dim]`.
     pub k: &'a [f64],
-    /// Heads of the queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of the keys, a divisor of them.
+    /// Number of KV heads, a divisor of `heads`.
     pub kv_heads: usize,
     /// Number of queries.
     pub seq_q: usize,
     /// Number of keys.
     pub seq_kv: usize,
-    /// Elements of a query.
+    /// Number of elements of a query or a key.
     pub head_dim: usize,
-    /// Factor of dot products before the softmax.
+    /// Factor of the dot products before the softmax.
     pub scale: f64,
     /// True if queries see no later keys.
     pub causal: bool,
 }
 
 impl<'a> ReferenceInputs<'a> {
-    /// A query.
+    /// Returns a query.
     pub fn query(&self, head: usize, row: usize) -> &'a [f64] {
         &self.q[(head * self.seq_q + row) * self.head_dim..][..self.head_dim]
     }
 
-    /// A key of the head of keys that a head of queries sees.
+    /// Returns a key of the KV head that query head `head` uses.
     pub fn key(&self, head: usize, row: usize) -> &'a [f64] {
         let head = head / (self.heads / self.kv_heads);
         &self.k[(head * self.seq_kv + row) * self.head_dim..][..self.head_dim]
     }
 
-    /// The rows and blocks of the call.
+    /// Returns the score grid of the call.
     pub fn grid(&self, grid: EstimateGrid) -> ScoreGrid {
         grid.of([self.seq_q, self.seq_kv], self.causal)
     }
 }
 
-/// The product of two rows.
+/// Returns the dot product of two vectors.
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Scores of blocks of keys, by queries and keys: a method of content-based selection.
+/// A method of content-based selection: scores of key blocks, computed from queries and keys.
 ///
-/// To add a method, write a file with a struct that implements this, and give `METHODS` a row that reads it from text.
+/// To add a method, implement this for a struct in a file of its own, and add a row to `METHODS` that parses it from text.
 pub trait BlockEstimator: fmt::Debug + Send + Sync {
-    /// The text of a selection by this estimator: what [`Selection`](crate::selection::Selection) reads.
+    /// Returns the text of a selection by this estimator, as [`Selection`](crate::selection::Selection) parses it.
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String;
 
-    /// The rows and blocks of its scores.
+    /// Returns the granularity of the scores.
     fn grid(&self) -> EstimateGrid;
 
-    /// Properties of the method.
+    /// Returns the properties of the method.
     fn traits(&self) -> EstimatorTraits;
 
     /// Checks the parameters.
@@ -199,7 +199,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Checks that a rule is one that the method is defined with.
+    /// Checks that the method is defined for a rule.
     ///
     /// # Errors
     /// [`OpError`] if it is not.
@@ -207,40 +207,40 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Number of last layers of a model with full attention.
+    /// Returns how many of a model's last layers use full attention.
     fn full_last_layers(&self) -> usize {
         0
     }
 
-    /// Number of first layers of a model with full attention.
+    /// Returns how many of a model's first layers use full attention.
     fn full_first_layers(&self) -> usize {
         0
     }
 
-    /// The method for one layer that chooses, without [`Self::full_last_layers`] and [`Self::full_first_layers`]. A method that has such layers says it: it is what a
-    /// model gives its layers, and a layer refuses one that counts others.
+    /// Returns the method for a single selecting layer, without [`Self::full_last_layers`] and [`Self::full_first_layers`]. Methods that have such layers
+    /// return `Some`: a model passes the result to its layers, and a single layer refuses a method with a nonzero number of such layers.
     fn for_layer(&self) -> Option<Arc<dyn BlockEstimator>> {
         None
     }
 
-    /// What of each page of keys its scores follow from, if a [pool of pages](crate::pages) can choose by it.
+    /// Returns the page summary that the scores follow from, if a [pool of pages](crate::pages) can select by this method.
     fn page_summary(&self) -> Option<PageSummary> {
         None
     }
 
-    /// The scores of rows of queries, f32 `[batch, heads, rows, blocks]`. Those of blocks that a row does not see count for nothing, whatever they are.
-    /// Tensors are without autodiff. Nothing is read back.
+    /// Returns the scores of a range of query rows: f32 `[batch, heads, rows, blocks]`. Scores of blocks that a row does not see are ignored and may have any
+    /// value. Tensors are without autodiff. Reads nothing back.
     ///
     /// # Errors
-    /// [`OpError`] if the call is none that the estimator is defined for.
+    /// [`OpError`] if the estimator is not defined for the call.
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError>;
 
-    /// The same in plain f64 loops: `[heads][rows][blocks]`.
+    /// Computes [`scores`](Self::scores) of all rows in f64 loops: `[heads][rows][blocks]`.
     fn reference(&self, call: &ReferenceInputs) -> Vec<f64>;
 
-    /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
-    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, ties go to the earlier, −1 where there are fewer. The call's keys are
-    /// those between a selection's forced blocks, so a score must follow from its block alone.
+    /// Returns the `most` highest-scoring blocks before each query's own, if the method has a faster way than [`scores`](Self::scores). Per-query selection
+    /// only. `[batch, heads, queries, most]` in descending order of scores, ties in favor of the earlier block, −1 where there are fewer. The call's keys are
+    /// those between a selection's forced blocks, so a score may depend on its own block only.
     fn picks(&self, _call: &EstimateInputs, _most: usize) -> Option<Tensor<4, Int>> {
         None
     }

@@ -1,4 +1,4 @@
-//! Blocks by means where those are to be trusted, else by columns and diagonals (FlexPrefill: Lai et al., 2025, §3).
+//! Block selection by means where these are accurate, otherwise by columns and diagonals (FlexPrefill: Lai et al., 2025, §3).
 
 use std::ops::Range;
 
@@ -26,16 +26,15 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// Each head decides between two ways, by the attention of its last block of queries. An estimate of that attention is the softmax of products of
-/// means (`mean(q) · mean(k) · scale`). If the two differ by less than `threshold` (the square root of their Jensen–Shannon divergence, in natural
-/// logarithms), the estimate is made for all rows, and the largest pairs of blocks of the head are kept up to a share `gamma` of the whole. Otherwise
-/// the columns and the diagonals with a share `gamma` each of the last queries' attention are kept, as all blocks that they touch.
+/// Each head picks one of two ways by the attention of its last block of queries. The estimate of that attention is the softmax of products of means
+/// (`mean(q) · mean(k) · scale`). If estimate and attention differ by less than `threshold` (the square root of their Jensen–Shannon divergence, in natural
+/// logarithms), the estimate is computed for all rows, and the head keeps its largest pairs of blocks up to a share `gamma` of the total. Otherwise it keeps
+/// the columns and the diagonals that each cover a share `gamma` of the last queries' attention, as all blocks that they touch.
 ///
-/// Both ways keep the first block and the queries' own. A `min_budget` adds the heaviest blocks of keys up to that many keys, and as many of the
-/// heaviest diagonals of blocks, by the last queries' attention: 1,024 in the paper's experiments, off by default here as in its repository. The last
-/// rows then keep at least that many keys, earlier rows those of them that they see. Scores are 1 and 0, and
-/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) keeps the ones. The last block of queries has as many queries
-/// as a block.
+/// Both ways keep the first block and the queries' own. `min_budget` adds the heaviest key blocks, by the last queries' attention, up to that many keys, and as
+/// many of the heaviest block diagonals. It is 1,024 in the paper's experiments, and off by default here and in the paper's repository. The last rows then keep
+/// at least that many keys; earlier rows keep those of them that they see. Scores are 1 and 0, and
+/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) keeps the ones. The last block of queries has as many queries as a block.
 ///
 /// ```
 /// use burn_sparse_select::{FlexPrefill, Always, Selection, VerticalSlash};
@@ -50,34 +49,34 @@ use burn_blocksparse::OpError;
 pub struct FlexPrefill {
     /// Width of a block.
     pub block: usize,
-    /// The share that is retained, in (0, 1].
+    /// Share of the attention to cover, in (0, 1].
     pub gamma: f64,
-    /// Largest distance (Jensen-Shannon) of an estimate: 0.1.
+    /// Largest Jensen–Shannon distance at which the estimate is used. Default: 0.1.
     pub threshold: f64,
-    /// Least number of selected keys, in whole blocks, and of distances. 0: only what is forced.
+    /// Least number of selected keys, in whole blocks, and of distances. With 0 only forced blocks are added.
     pub min_budget: usize,
 }
 
-/// Choice of a head, on the host.
+/// Selection of a head, on the host.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FlexHead {
-    /// The attention that the last block of queries gives each block of keys, by products of means.
+    /// Attention of the last block of queries to each key block, estimated by products of means.
     pub estimate: Vec<f64>,
-    /// The same, exactly.
+    /// Exact attention of the last block of queries to each key block.
     pub attention: Vec<f64>,
-    /// The distance between these, √JS.
+    /// Distance between `estimate` and `attention`, √JS.
     pub divergence: f64,
-    /// Keys and distances that are selected if that is too far.
+    /// Keys and distances that are selected if the distance is too large.
     pub lines: [Vec<bool>; 2],
-    /// Pairs of blocks that are selected, `[rows][blocks]`, before any are forced.
+    /// Pairs of blocks that are selected, `[rows][blocks]`, without forced ones.
     pub pairs: Vec<bool>,
 }
 
-/// Forced by default: the first block and the queries' own.
+/// Default forced blocks: the first and the queries' own.
 const FORCED: Always = Always { first: 1, local: 1 };
 
-/// How far an estimate may be from what it estimates, by default.
+/// Default of the largest distance between estimate and attention.
 const THRESHOLD: f64 = 0.1;
 
 pub(crate) const METHOD: Method = Method {
@@ -97,12 +96,12 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl FlexPrefill {
-    /// Blocks of keys that are kept at least.
+    /// Returns the least number of key blocks to keep.
     fn least_blocks(&self) -> usize {
         self.min_budget.div_ceil(self.block)
     }
 
-    /// Returns the choice of a head, in plain f64 loops.
+    /// Computes the selection of a head in f64 loops.
     pub fn head_reference(&self, call: &ReferenceInputs, head: usize) -> FlexHead {
         let grid = call.grid(self.grid());
         let (b, blocks) = (self.block, grid.blocks());
@@ -188,7 +187,7 @@ impl BlockEstimator for FlexPrefill {
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
             kind: EstimateKind::Probability,
-            // The last queries choose for all.
+            // The last queries select for all rows.
             prefix_stable: false,
             causal_only: true,
         }
@@ -254,7 +253,7 @@ impl BlockEstimator for FlexPrefill {
             Some(heaviest) => chosen.max_pair(heaviest),
             None => chosen,
         };
-        // Every row has a score of 1 then.
+        // This gives every row a score of 1.
         let first = chosen.clone().slice_dim(2, 0..1).ones_like();
         let chosen = match blocks {
             1 => first,
@@ -281,7 +280,7 @@ impl BlockEstimator for FlexPrefill {
 }
 
 impl FlexPrefill {
-    /// The softmax of the products of means: of every row, and after them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
+    /// Computes the softmax of products of means for every row, and then for the last block of queries: `[batch, heads, rows + 1, blocks]`.
     fn estimates(&self, call: &EstimateInputs) -> Tensor<4> {
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];
@@ -301,27 +300,27 @@ impl FlexPrefill {
         })
     }
 
-    /// The largest elements of each row that have a share of it.
+    /// Selects the largest elements of each row that cover the share `gamma` of its sum.
     fn share(&self, x: Tensor<2>) -> Tensor<2> {
         let limit = x.clone().sum_dim(1) * self.gamma;
         largest(x, By::Sum, limit)
     }
 }
 
-/// The square root of the Jensen–Shannon divergence of rows: `[rows, 1]`.
+/// Computes the square root of the Jensen–Shannon divergence of rows: `[rows, 1]`.
 fn divergence(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
     let middle = ((a.clone() + b.clone()) / 2.0).clamp_min(f32::MIN_POSITIVE);
     let from_middle = |x: Tensor<2>| {
         let ratio = (x.clone() / middle.clone()).clamp_min(f32::MIN_POSITIVE);
         (x * ratio.log()).sum_dim(1)
     };
-    // Rounding may leave less than 0 of rows that are equal.
+    // For equal rows rounding may give a negative result.
     ((from_middle(a) + from_middle(b)) / 2.0)
         .clamp_min(0.0)
         .sqrt()
 }
 
-/// [`divergence`], in f64.
+/// Computes [`divergence`] in f64.
 fn divergence_reference(a: &[f64], b: &[f64]) -> f64 {
     let from_middle = |x: f64, other: f64| match x > 0.0 {
         true => x * (2.0 * x / (x + other)).ln(),

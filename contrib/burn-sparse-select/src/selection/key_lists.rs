@@ -1,4 +1,4 @@
-//! Attention of queries to single keys that each of them lists.
+//! Attention of queries to lists of single keys.
 
 use blocksparse::BlockLayout;
 
@@ -14,10 +14,10 @@ use burn_blocksparse::internal::check;
 use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::{AttentionOptions, DeviceLayout};
 
-/// Keys that each query attends to, by index, for each KV head or for all. On the device, without autodiff, and not read back.
+/// Indices of the keys that each query attends to, per KV head or for all heads. On the device, without autodiff, never read back.
 #[derive(Clone, Debug)]
 pub struct TokenIndices {
-    /// Ascending, each once, −1 after the last: `[batch, lists, queries, most]`.
+    /// Ascending and unique, then −1: `[batch, lists, queries, most]`.
     keys: Tensor<4, Int>,
     seq_kv: usize,
     causal: bool,
@@ -25,21 +25,21 @@ pub struct TokenIndices {
 }
 
 impl SelectedBlocks {
-    /// Lists of single keys in place of blocks: [`TokenIndices::new`] where queries see no later keys.
+    /// Creates lists of single keys in place of blocks: [`TokenIndices::new`] with causal visibility.
     ///
     /// # Errors
-    /// As [`TokenIndices::new`].
+    /// Those of [`TokenIndices::new`].
     pub fn of_keys(keys: Tensor<4, Int>, seq_kv: usize) -> Result<TokenIndices, OpError> {
         TokenIndices::new(keys, seq_kv, true)
     }
 }
 
 impl TokenIndices {
-    /// Lists, in any order. A key that a query lists twice counts once; indices below 0 and from `seq_kv` on are no keys. With `causal`
-    /// a query does not see the keys after its own position, and the last query sits at the last key.
+    /// Creates lists from keys in any order. A key that a query lists twice counts once; indices below 0 or at least `seq_kv` are ignored. With `causal` a
+    /// query does not see keys after its own position, and the last query is at the position of the last key.
     ///
     /// # Shapes
-    /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` are the heads of keys, or 1 for all of them
+    /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` is the number of KV heads, or 1 for all of them
     ///
     /// # Errors
     /// [`OpError`] if a size is 0, or no feature of this crate serves the device.
@@ -61,7 +61,7 @@ impl TokenIndices {
         Ok(Self::of_unique(Tensor::from_dispatch(keys), seq_kv, causal))
     }
 
-    /// Lists that are so already.
+    /// Creates lists from keys that are already ascending, unique and visible.
     pub(crate) fn of_unique(keys: Tensor<4, Int>, seq_kv: usize, causal: bool) -> Self {
         Self {
             keys,
@@ -71,26 +71,26 @@ impl TokenIndices {
         }
     }
 
-    /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
-    /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
-    /// results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their lists.
+    /// Sets the expected overlap of the lists of adjacent queries, from 0 (disjoint) to 1 (equal), defined as in
+    /// [`measure_group_reuse`](Self::measure_group_reuse). The default is 0, and .85 for lists that [`Dsa`](crate::dsa::Dsa) chooses. It affects the choice of
+    /// kernels, not results: with a large overlap, adjacent queries of few heads attend to the union of their lists.
     ///
     /// # Errors
-    /// [`OpError`] if it is no share.
+    /// [`OpError`] if it is not from 0 to 1.
     pub fn with_group_reuse(self, overlap: f64) -> Result<Self, OpError> {
         let overlap = checked_overlap(overlap)?;
         Ok(Self { overlap, ..self })
     }
 
-    /// The share that the lists of adjacent queries are expected to have in common.
+    /// Returns the expected overlap of the lists of adjacent queries.
     pub fn group_reuse(&self) -> f64 {
         self.overlap
     }
 
-    /// The share that the lists of eight adjacent queries have in common: `(8 − u) / 7`, where `u` is how many keys their union has for one of a list. It is 1 where
-    /// they are the same, and 0 where no key is on two of them. Groups of eight count whose queries list fewer keys than they see; without any it is 1.
+    /// Measures the overlap of the lists of eight adjacent queries: `(8 − u) / 7`, where `u` is the size of their union relative to one list. It is 1 if the
+    /// lists are equal, and 0 if no key is on two of them. Only groups whose queries list fewer keys than they see are counted; without such groups it is 1.
     ///
-    /// Reads all lists back, and counts on the host.
+    /// Reads all lists back and counts on the host.
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
@@ -112,12 +112,12 @@ impl TokenIndices {
         overlap_of(&self.keys, |query, listed| listed < seen(query))
     }
 
-    /// The keys that each query sees, ascending, each once, and −1 after the last: i32 `[batch, lists, queries, most]`.
+    /// Returns the keys that each query sees, ascending and unique, then −1: i32 `[batch, lists, queries, most]`.
     pub fn keys(&self) -> &Tensor<4, Int> {
         &self.keys
     }
 
-    /// Keys that there are to list.
+    /// Returns the number of keys of the sequence.
     pub fn seq_kv(&self) -> usize {
         self.seq_kv
     }
@@ -127,7 +127,7 @@ impl TokenIndices {
         self.causal
     }
 
-    /// A call of queries with these lists.
+    /// Returns the backend call of these lists.
     fn call(&self, q: &Tensor<4>, options: &AttentionOptions, dispatch: bool) -> TokenSparseCall {
         let sparsity = Sparsity::Tokens {
             causal: self.causal,
@@ -141,7 +141,7 @@ impl TokenIndices {
         }
     }
 
-    /// For so many heads of keys.
+    /// Returns the lists expanded to `kv_heads` KV heads.
     fn for_heads(self, kv_heads: usize) -> Tensor<4, Int> {
         let [batch, lists, queries, most] = self.keys.dims();
         match lists == kv_heads {
@@ -150,10 +150,10 @@ impl TokenIndices {
         }
     }
 
-    /// Returns the plan of [`token_sparse_attention`] for these arguments. It prints.
+    /// Returns the plan of [`token_sparse_attention`] for these arguments, which can be printed.
     ///
     /// # Errors
-    /// As [`token_sparse_attention`].
+    /// Those of [`token_sparse_attention`].
     pub fn explain(
         &self,
         q: &Tensor<4>,
@@ -166,12 +166,12 @@ impl TokenIndices {
         Ok(OpPlan::new(&q.device(), |_| kernel_plan))
     }
 
-    /// The layout of these lists: the blocks of `places`, which is on the host, and of their pairs those in the lists, single keys, as each query chose them. Every option of attention
-    /// works with it, such as biases, softcaps and dropout.
+    /// Returns a layout that consists of the blocks of `places`, which is on the host, and of their pairs those in the lists. All options of attention work
+    /// with it, such as biases, softcaps and dropout.
     ///
-    /// Tiles of adjacent queries see all blocks of `places`, whatever is listed: that is fast where queries list a good part of what they see, and takes a bit
-    /// for each pair of its blocks, in the tiles of a launch. [`token_sparse_attention`](crate::selection::token_sparse_attention) goes either this way or by the lists
-    /// alone, without options. Take one layout of places for all calls.
+    /// Tiles of adjacent queries compute all blocks of `places`, whatever the lists contain. That is fast where queries list a good part of what they see, and
+    /// takes one bit per pair of these blocks, in the tiles of a launch. [`token_sparse_attention`](crate::selection::token_sparse_attention) runs either this
+    /// way or over the lists alone, without options. Reuse one layout `places` for all calls.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -195,18 +195,19 @@ impl TokenIndices {
     /// ```
     ///
     /// # Errors
-    /// [`OpError`] if the lists do not fit the layout, the batch of the layout is another one, or it is itself made on a device.
+    /// [`OpError`] if the lists do not match the layout, the layout has another batch size, or it was itself made on a device.
     pub fn layout(&self, places: &BlockLayout) -> Result<DeviceLayout, OpError> {
         DeviceLayout::of_keys(places, self.keys().clone(), self.seq_kv())
     }
 }
 
-/// Attention of each query to the keys that it lists: out and lse. Differentiable in q, k and v; the lists have no gradient. For further keys make
-/// another call and merge both by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+/// Computes the attention of each query to the keys that it lists: out and lse. Differentiable in q, k and v; the lists have no gradient. To attend to further
+/// keys, make another call and merge both by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
-/// On GPUs that have kernels for it a query attends to its own list, with the heads that share it as rows of a matrix, unless
-/// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
-/// have no weight: [`TokenIndices::explain`] says which. Either way every number has one writer, which adds in a fixed order.
+/// On GPUs with kernels for it each query attends to its own list, and the heads that share the list are the rows of a matrix.
+/// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) disables these kernels. Without them all logits of some queries at a
+/// time are computed, and pairs that are not listed have weight 0. [`TokenIndices::explain`] says which of the two runs. Either way every element has one
+/// writer, which sums in a fixed order.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -227,10 +228,10 @@ impl TokenIndices {
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, seq_q, head_dim]`; `k`: `[batch, kv_heads, seq_kv, head_dim]`; `v`: `[batch, kv_heads, seq_kv, value_dim]`
-/// - result: out `[batch, heads, seq_q, value_dim]`, and lse `[batch, heads, seq_q]`. A query that lists no key has 0 and −∞
+/// - result: out `[batch, heads, seq_q, value_dim]` and lse `[batch, heads, seq_q]`. A query that lists no key gets 0 and −∞
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other or the lists, and for softcaps, ALiBi, dropout, stored weights and largest scores.
+/// [`OpError`] if shapes, dtypes or devices do not match each other or the lists, and for softcaps, ALiBi, dropout, stored weights and largest scores.
 pub fn token_sparse_attention(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -283,7 +284,7 @@ fn check(
     check::same_device("lists' device", &q.device(), "q's", &device)
 }
 
-/// What kernels run, or why they do not.
+/// Returns the plan of the kernels, or the reason why they do not run.
 fn kernel_plan(
     [q, k, v]: [&Tensor<4>; 3],
     lists: &TokenIndices,

@@ -1,4 +1,4 @@
-//! Layouts that are built on the host once for each size, and kept.
+//! Cache of layouts that are built on the host once for each size.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,20 +6,20 @@ use blocksparse::{Always, BlockLayout, LayoutShape, Pattern, ScoreGrid};
 
 use burn_blocksparse::OpError;
 
-/// An LRU cache of layouts by what queries see; clones share it.
+/// LRU cache of layouts by visibility and shape; clones share it.
 ///
-/// What a layout has on devices, and the launch plans of calls, live with it: take a layout from here for all calls of the same sizes.
+/// A layout's device data and launch plans live with it, so calls of the same sizes should use the layout from here.
 #[derive(Clone, Debug, Default)]
 pub struct LayoutCache(Arc<Mutex<Vec<(String, BlockLayout)>>>);
 
-/// Layouts that are kept.
+/// Capacity of the cache.
 const KEPT: usize = 24;
 
 impl LayoutCache {
-    /// The layout of a shape in which queries see what a text says, made if it is not known.
+    /// Returns the layout of `shape` for the visibility described by `seen`, and builds it if it is not cached.
     ///
     /// # Errors
-    /// What `make` says.
+    /// Those of `make`.
     pub fn get<E>(
         &self,
         seen: String,
@@ -42,7 +42,7 @@ impl LayoutCache {
         Ok(layout)
     }
 
-    /// The layout of a pattern.
+    /// Returns the layout of a pattern.
     pub fn of_pattern(
         &self,
         pattern: &Pattern,
@@ -52,7 +52,7 @@ impl LayoutCache {
         self.get(pattern.to_string(), shape, make)
     }
 
-    /// The layout in which a query sees what comes before it of the blocks of a grid that are forced, its own among them.
+    /// Returns the layout in which each query sees the keys up to its position in its forced blocks, its own block included.
     pub fn of_forced(
         &self,
         grid: &ScoreGrid,

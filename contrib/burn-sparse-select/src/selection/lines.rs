@@ -1,4 +1,4 @@
-//! Columns and diagonals of attention: what the last queries give them, which are kept, and which blocks those touch.
+//! Columns and diagonals of the attention matrix: their sums over the last queries, the selection of the heaviest, and the blocks that these touch.
 
 use std::ops::Range;
 
@@ -11,33 +11,33 @@ use crate::selection::parts::{
     by_heads, hidden, padded, rows_of, softmax_of_seen, softmax_reference,
 };
 
-/// Halvings of a search: f32 numbers of 130 powers of two have 2³⁰·⁰² places.
+/// Number of halvings of a search: f32 numbers of 130 powers of two have 2³⁰·⁰² values.
 const HALVINGS: usize = 32;
 
-/// What a search begins with: anything less counts as 0.
+/// Lower end of a search. Smaller numbers count as 0.
 const LEAST: f32 = 1e-37;
 
-/// Numbers that are less apart, in parts of them, are as good as equal.
+/// Relative difference below which two numbers count as equal.
 const APART: f64 = 1e-6;
 
-/// How a search weighs numbers.
+/// Weight of an element in a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum By {
-    /// As one each.
+    /// Each element counts as 1.
     Count,
-    /// By what they are.
+    /// Each element counts by its value.
     Sum,
 }
 
-/// What the last queries give, with every key that they see in one softmax: `[batch · heads, seq_kv]` each.
+/// Sums of attention of the last queries, each in a softmax over all keys that it sees: `[batch · heads, seq_kv]` each.
 pub(crate) struct LineSums {
-    /// To each key.
+    /// Sum for each key.
     pub columns: Tensor<2>,
-    /// To each distance from a query back to a key.
+    /// Sum for each distance from a query back to a key.
     pub distances: Tensor<2>,
 }
 
-/// The sums of so many last queries of a causal call.
+/// Computes the sums over the last `queries` queries of a causal call.
 pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
     let [batch, heads, seq_q, _] = call.q.dims();
     let seq_kv = call.k.dims()[2];
@@ -54,11 +54,11 @@ pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
         let hidden = hidden(&grid, rows, dims, &x.device());
         let p = softmax_of_seen(x, hidden);
         let columns = p.clone().sum_dim(2);
-        // In rows that are one number longer each row begins one place later: a diagonal of keys becomes a column.
+        // Reinterpreted with rows one element longer, each row starts one place later: a diagonal of keys becomes a column.
         let p = padded(p.reshape([members, queries, seq_kv]), 2, [queries - 1, 0]);
         let p = padded(p.reshape([members, queries * width]), 1, [0, queries]);
         let p = p.reshape([members, queries, width + 1]);
-        // The last column is of the queries' own keys.
+        // The last column holds the queries' own keys.
         let distances = p.slice_dim(2, 0..seq_kv).sum_dim(1).flip([2]);
         let distances = distances.reshape([parts, group, 1, seq_kv]);
         Tensor::cat(vec![columns, distances], 2)
@@ -73,7 +73,7 @@ pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
     }
 }
 
-/// The sums of columns and of distances, in plain f64 loops.
+/// Computes the sums of columns and of distances in f64 loops.
 pub(crate) fn line_sums_reference(
     call: &ReferenceInputs,
     head: usize,
@@ -94,11 +94,11 @@ pub(crate) fn line_sums_reference(
     [columns, distances]
 }
 
-/// Of each row those numbers that are largest, as 1, and 0 for the others: as many as it takes for them to reach `limit`, `[rows, 1]`. Those that are equal,
-/// or so but for rounding, are all kept or none, and 0 never is.
+/// Marks the largest elements of each row with 1 and the others with 0: as many as it takes to reach `limit`, `[rows, 1]`. Elements that are equal up to
+/// rounding are all kept or all dropped; 0 is never kept.
 ///
-/// `x` is at least 0. Nothing is sorted, which some devices leave to the host: the smallest number that is kept is found by halvings between powers, of the
-/// sums of what is no less.
+/// `x` is not negative. Nothing is sorted, because some devices sort on the host. Instead the smallest kept element is found by bisection with geometric means,
+/// using sums of the elements that are not smaller.
 pub(crate) fn largest(x: Tensor<2>, by: By, limit: Tensor<2>) -> Tensor<2> {
     let dims = x.dims();
     let kept = |least: Tensor<2>| {
@@ -121,7 +121,7 @@ pub(crate) fn largest(x: Tensor<2>, by: By, limit: Tensor<2>) -> Tensor<2> {
     kept(low * (1.0 - APART))
 }
 
-/// [`largest`], in f64.
+/// Computes [`largest`] in f64.
 pub(crate) fn largest_reference(x: &[f64], by: By, limit: f64) -> Vec<bool> {
     let mut sorted = x.to_vec();
     sorted.sort_by(|a, b| b.total_cmp(a));
@@ -141,9 +141,9 @@ pub(crate) fn largest_reference(x: &[f64], by: By, limit: f64) -> Vec<bool> {
     x.iter().map(|&x| x >= least && x > 0.0).collect()
 }
 
-/// Blocks that a kept column or distance is in, as 1 and 0: `[lines, rows, blocks]`, of lines `[lines, seq_kv]` of 1 and 0.
+/// Marks the blocks that contain a kept column or distance with 1: `[lines, rows, blocks]`, from 0/1 lines `[lines, seq_kv]`.
 ///
-/// A row of queries and a block of keys have all distances that two whole blocks at their places have.
+/// A row of queries and a key block cover all distances between two complete blocks at their positions.
 pub(crate) fn touched(
     columns: Tensor<2>,
     distances: Tensor<2>,
@@ -164,8 +164,8 @@ pub(crate) fn touched(
     touched_wholly(columns, parts_kept, grid, rows)
 }
 
-/// Distances in parts of a block each, `[lines, parts, block]`: the second begins where the distance between the first positions of a row and of the block
-/// that it lies in can be, so that the first begins below 0.
+/// Splits distances into parts of one block each, `[lines, parts, block]`. The second part starts at the offset between the first position of a row and that of
+/// the block it lies in, so the first part starts below 0.
 fn parts_of(distances: Tensor<2>, grid: &ScoreGrid) -> Tensor<3> {
     let [lines, n] = distances.dims();
     let before = grid.block - first_distance(grid);
@@ -175,14 +175,14 @@ fn parts_of(distances: Tensor<2>, grid: &ScoreGrid) -> Tensor<3> {
     distances.reshape([lines, parts, grid.block])
 }
 
-/// How far the first position of a row lies after that of the last block that begins no later.
+/// Returns the offset of a row's first position from the start of the key block that contains it.
 fn first_distance(grid: &ScoreGrid) -> usize {
     let offset = grid.seq_kv as i64 - grid.seq_q as i64;
     offset.rem_euclid(grid.block as i64) as usize
 }
 
-/// Blocks of columns `[lines, blocks]` and parts of distances `[lines, parts]` that are kept as wholes, so many at least of each that have the largest sums:
-/// 1 and 0 of `[lines, rows, blocks]`. The first block, and those that a row lies in, are among them.
+/// Selects complete key blocks and parts of distances by the largest sums, at least `count` of each: 1 and 0 of `[lines, rows, blocks]`. The first block and
+/// those that a row lies in are included.
 pub(crate) fn heaviest_blocks(
     sums: &LineSums,
     count: usize,
@@ -195,7 +195,7 @@ pub(crate) fn heaviest_blocks(
     let columns = columns.reshape([lines, blocks, b]).sum_dim(2);
     let distances = parts_of(sums.distances.clone(), grid).sum_dim(2);
     let parts = distances.dims()[1];
-    // Positions of a row lie in blocks of two parts, of which one may be empty.
+    // A row's positions lie in blocks of two parts, one of which may be empty.
     let columns = largest_behind(columns.reshape([lines, blocks]), count, OWN[0]);
     let parts = largest_behind(
         distances.reshape([lines, parts]),
@@ -205,10 +205,10 @@ pub(crate) fn heaviest_blocks(
     touched_wholly(columns, parts, grid, rows)
 }
 
-/// Of parts of columns the first, and of those of distances the ones that a row's own positions have.
+/// Number of forced parts: of columns the first, of distances those of a row's own positions.
 const OWN: [usize; 2] = [1, 2];
 
-/// As many of the largest of each row, as 1, the first ones forced.
+/// Marks the `all` largest elements of each row with 1. The first `forced` ones are included.
 pub(crate) fn largest_behind(sums: Tensor<2>, all: usize, forced: usize) -> Tensor<2> {
     let [lines, n] = sums.dims();
     let forced = forced.min(n);
@@ -219,7 +219,7 @@ pub(crate) fn largest_behind(sums: Tensor<2>, all: usize, forced: usize) -> Tens
     let count = all.saturating_sub(forced).min(n) as f32;
     let limit = Tensor::full([lines, 1], count, (&sums.device(), sums.dtype()));
     let rest = largest(rest, By::Count, limit);
-    // Where operators are fused, a slice of nothing has been seen to spoil its neighbours on WGPU.
+    // With operator fusion, a slice of nothing has been seen to corrupt its neighbours on WGPU.
     if forced == 0 {
         return rest;
     }
@@ -227,7 +227,7 @@ pub(crate) fn largest_behind(sums: Tensor<2>, all: usize, forced: usize) -> Tens
     Tensor::cat(vec![first, rest], 1)
 }
 
-/// [`largest_behind`], in f64.
+/// Computes [`largest_behind`] in f64.
 pub(crate) fn largest_behind_reference(sums: &[f64], all: usize, forced: usize) -> Vec<bool> {
     let forced = forced.min(sums.len());
     let rest = all.saturating_sub(forced) as f64;
@@ -236,7 +236,7 @@ pub(crate) fn largest_behind_reference(sums: &[f64], all: usize, forced: usize) 
     kept
 }
 
-/// Blocks of kept columns `[lines, blocks]` or of kept parts of distances `[lines, parts]`, as 1 and 0: `[lines, rows, blocks]`.
+/// Marks the blocks of kept block columns `[lines, blocks]` or of kept parts of distances `[lines, parts]`, all 1 and 0: `[lines, rows, blocks]`.
 fn touched_wholly(
     columns: Tensor<2>,
     parts_kept: Tensor<2>,
@@ -254,12 +254,12 @@ fn touched_wholly(
     let of_rows = of_rows.reshape([count, 1]).expand([count, blocks]);
     let of_blocks = ints(0..blocks as i64).reshape([1, blocks]);
     let part = of_rows - of_blocks.expand([count, blocks]);
-    // What is beyond the parts is not visible.
+    // Distances beyond the parts are not visible.
     let part = part.clamp(0, parts as i64 - 1).reshape([count * blocks]);
     parts_kept.select(1, part).reshape(dims).max_pair(columns)
 }
 
-/// [`touched`] of a row and a block, by the keys and the distances that are kept.
+/// Computes [`touched`] for one row and block, by the kept keys and distances.
 pub(crate) fn is_touched(
     lines: &[Vec<bool>; 2],
     grid: &ScoreGrid,
@@ -278,7 +278,7 @@ pub(crate) fn is_touched(
     columns[own].iter().any(|&kept| kept) || distances[between].iter().any(|&kept| kept)
 }
 
-/// [`heaviest_blocks`] of a head, `[rows][blocks]`, in f64 loops.
+/// Computes [`heaviest_blocks`] of a head, `[rows][blocks]`, in f64 loops.
 pub(crate) fn heaviest_blocks_reference(
     [columns, distances]: &[Vec<f64>; 2],
     count: usize,
@@ -295,7 +295,7 @@ pub(crate) fn heaviest_blocks_reference(
     for row in 0..grid.rows() {
         for (block, &by_column) in columns.iter().enumerate() {
             let apart = grid.positions(row)[0] - (block * b) as i64;
-            // Part 1 begins at the first distance.
+            // Part 1 starts at the first distance.
             let part = (apart - first as i64).div_euclid(b as i64) + 1;
             let by_distance = usize::try_from(part).ok().and_then(|part| parts.get(part));
             kept.push(by_column || by_distance.is_some_and(|&kept| kept));

@@ -1,5 +1,5 @@
-//! Attention of queries to blocks that each of them chose: by kernels in which a query attends to its own list, or of queries that are packed by block, in parts of
-//! heads.
+//! Attention of queries to the blocks that each of them selected. Kernels attend query by query to its list; otherwise queries are packed by block, a part of
+//! the heads at a time.
 
 use std::ops::Range;
 
@@ -20,14 +20,14 @@ use burn_blocksparse::{
     AttentionOptions, AttentionPlan, DeviceLayout, SparseAttentionCall, WeightsMode,
 };
 
-/// Elements of packed queries and their outputs in memory at a time, unless one head has more.
+/// Upper bound of the elements of packed queries and outputs in memory at a time. A single head may exceed it.
 const PACKED: usize = 1 << 31;
 
-/// Attention over a layout and, in addition, over whole blocks that each query lists: out and lse over all of them. A pair counts twice if both have
-/// it, or if a query lists a block twice; that is not checked, because lists are not read back. Differentiable in q, k and v.
+/// Computes attention over a layout and, in addition, over whole blocks that each query lists. Returns out and lse over all of them. A pair counts twice if
+/// both contain it, or if a query lists a block twice; this is not checked, because lists are not read back. Differentiable in q, k and v.
 ///
-/// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query attends to its own list, with the heads that share it as rows of a matrix; elsewhere
-/// queries are packed by block.
+/// On GPUs with kernels for it ([`SelectedBlocks::explain`]) each query attends to its own list, and the heads that share the list are the rows of a matrix.
+/// Elsewhere queries are packed by block.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -48,10 +48,11 @@ const PACKED: usize = 1 << 31;
 /// ```
 ///
 /// # Shapes
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention); lists are those of the heads of q, or of k.
+/// Those of [`sparse_attention`](burn_blocksparse::sparse_attention). The lists are per query head or per KV head.
 ///
 /// # Errors
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention), if the lists are of other sizes or on another device, and for ALiBi, dropout and stored weights.
+/// Those of [`sparse_attention`](burn_blocksparse::sparse_attention). Also if the lists have other sizes or another device, and for ALiBi, dropout and stored
+/// weights.
 pub fn selected_blocks_attention(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -65,11 +66,11 @@ pub fn selected_blocks_attention(
 }
 
 impl SelectedBlocks {
-    /// Returns the plan of [`selected_blocks_attention`] for these arguments, and of what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
-    /// of these sizes.
+    /// Returns the plan of [`selected_blocks_attention`] for these arguments. [`attention_selected`](crate::selection::attention_selected()) and
+    /// [`Nsa`](crate::nsa::Nsa) run the same plan for lists of these sizes.
     ///
     /// # Errors
-    /// As [`selected_blocks_attention`].
+    /// Those of [`selected_blocks_attention`].
     pub fn explain(
         &self,
         q: &Tensor<4>,
@@ -89,7 +90,7 @@ impl SelectedBlocks {
     }
 }
 
-/// What does not follow queries to other places.
+/// Rejects options that depend on a query's position or on stored weights: queries may be packed elsewhere.
 pub(crate) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     let expected = "none where every query chooses for itself";
     blocksparse::ensure! { OpError; options.alibi.is_none() => "options.alibi", expected, "slopes"; }
@@ -124,10 +125,10 @@ fn check_lists(
     check::same_device("lists' device", &q.device(), "q's", &device)
 }
 
-/// Attention over a layout, which is the same for all heads, and over what queries chose beside it: out and lse.
+/// Computes attention over a layout, which is the same for all heads, and over the blocks that queries selected in addition: out and lse.
 ///
-/// Where kernels take single queries, these attend to their lists. Elsewhere heads are computed so many at a time that packed queries take little memory. Where a graph is kept it holds those of all heads anyway, and parts are no
-/// smaller than the heads of a head of keys: the gradient of a part is as large as that of the whole.
+/// Where kernels take single queries, these attend to their lists. Elsewhere heads are computed in parts, which bounds the memory of packed queries. With
+/// autodiff a part is never smaller than the heads of a KV head: the gradient of a part is as large as that of the whole.
 pub(crate) fn attention_of_choice(
     x: [Tensor<4>; 3],
     near: &BlockLayout,
@@ -142,7 +143,7 @@ pub(crate) fn attention_of_choice(
     attention_of_lists(x, near, lists, options)
 }
 
-/// The same with lists, of arguments that were checked.
+/// Computes [`attention_of_choice`] with lists, of checked arguments.
 fn attention_of_lists(
     x: [Tensor<4>; 3],
     near: &BlockLayout,
@@ -156,7 +157,7 @@ fn attention_of_lists(
     }
 }
 
-/// [`attention_of_choice`] with other numbers at a time.
+/// Computes [`attention_of_choice`] without kernels over lists, with up to `packed` elements of packed queries and outputs at a time.
 fn in_parts(
     [q, k, v]: [Tensor<4>; 3],
     near: &BlockLayout,
@@ -181,7 +182,7 @@ fn in_parts(
     let fitting = (packed / of_head.max(1)).max(1);
     let members = match q.is_autodiff() || k.is_autodiff() || v.is_autodiff() {
         true => group,
-        // As many in each part, or one less.
+        // Parts of equal size, or one head less.
         false => group.div_ceil(group.div_ceil(fitting)),
     };
     if fitting >= heads || members == heads {
@@ -208,7 +209,8 @@ fn in_parts(
     Ok((Tensor::cat(found.0, 1), Tensor::cat(found.1, 1)))
 }
 
-/// Ranges of heads, each of whole groups or within one, of `members` heads of a group, and of at most `fitting` in all where groups are whole.
+/// Splits the heads into ranges. With `members < group` a range has at most `members` heads of one group; otherwise it has whole groups, at most `fitting`
+/// heads but at least one group.
 fn parts_of(kv_heads: usize, group: usize, members: usize, fitting: usize) -> Vec<Range<usize>> {
     if members < group {
         let groups = (0..kv_heads).map(|kv_head| kv_head * group);
@@ -220,7 +222,7 @@ fn parts_of(kv_heads: usize, group: usize, members: usize, fitting: usize) -> Ve
     in_steps(0..heads, step).collect()
 }
 
-/// What queries see near them, merged with what they chose.
+/// Merges the attention over the layout (`near`) with attention over the lists, in which queries are packed by block.
 fn with_lists(
     [q, k, v]: [Tensor<4>; 3],
     near: (Tensor<4>, Tensor<3>),
@@ -235,7 +237,7 @@ fn with_lists(
     Ok(merge_parts(near, far, lists.places, lists.choices))
 }
 
-/// The layout of tiles of packed queries, each with one block, which is several of the layout's.
+/// Returns the layout of the tiles of packed queries. A tile sees one selected block, which is several blocks of the layout.
 fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpError> {
     let [batch, heads, tiles] = lists.tile_blocks.dims();
     let device = lists.tile_blocks.device();
@@ -243,7 +245,7 @@ fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpEr
     let dims = [batch, heads, tiles, parts];
     let part = Tensor::<1, Int>::arange(0..parts as i64, (&device, DType::I32));
     let part = part.reshape([1, 1, 1, parts]).expand(dims);
-    // Parts of block −1 are negative, too.
+    // Parts of block −1 are negative as well, so they stay absent.
     let blocks = lists.tile_blocks.clone().unsqueeze_dim::<4>(3);
     let indices = blocks.mul_scalar(parts as i32).expand(dims) + part;
     let counts = Tensor::<3, Int>::full([batch, heads, tiles], parts as i32, (&device, DType::I32));
@@ -251,15 +253,15 @@ fn layout_of(lists: &SelectedBlocks, seq_kv: usize) -> Result<DeviceLayout, OpEr
     DeviceLayout::from_block_indices(indices, counts, DeviceLayoutOptions::new(shape))
 }
 
-/// What a call that kernels take runs.
+/// Kernels of a call that attends query by query.
 pub(crate) struct ListedKernels {
-    /// For what queries see besides their lists.
+    /// Plan of the attention over the layout.
     near: AttentionPlan,
-    /// As plans print it.
+    /// Text of the plan.
     text: String,
 }
 
-/// What runs, or why queries are packed by block instead.
+/// Returns the kernels of the call, or the reason why queries are packed by block instead.
 pub(crate) fn listed_kernels(
     [q, k, v]: [&Tensor<4>; 3],
     near: &BlockLayout,
@@ -302,7 +304,7 @@ pub(crate) fn listed_kernels(
     Ok(Ok(ListedKernels { near, text }))
 }
 
-/// A call of lists of these sizes.
+/// Returns the backend call of lists of these sizes.
 fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
     let ListsShape { block, tile, .. } = shape;
     TokenSparseCall {
@@ -315,10 +317,10 @@ fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
 
 /// Returns whether queries that are packed by block are estimated to be faster than mainloops over lists that `rows` heads share.
 ///
-/// A mainloop over a list reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
-/// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of
-/// the calls in docs/benchmarks.md: those of 64 · 16 are 21 ms query by query and 38 packed. Backward mainloops are further ahead, 59 ms for both passes where packed
-/// ones take 146, so packing has to be well ahead.
+/// A mainloop over a list reads a key of w channels once per list that names it: 2 · w bytes from the L2 cache. Packed, a key costs 2 · w · `rows` operations,
+/// and each listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. The rates are of one H100 and the
+/// calls in docs/benchmarks.md: blocks of 64 keys with 16 rows take 21 ms query by query and 38 packed. Backward mainloops are further ahead, 59 ms for both
+/// passes against 146 packed, so packing must win by a margin.
 fn is_faster_packed(block: usize, rows: usize) -> bool {
     const BYTES_OF_CACHE: f64 = 5.2e12;
     const OPERATIONS: f64 = 450e12;
@@ -332,12 +334,11 @@ fn is_faster_packed(block: usize, rows: usize) -> bool {
 }
 
 impl ListedKernels {
-    /// As plans print it.
     pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Attention over a layout and over lists beside it: out and lse. The arguments were checked.
+    /// Computes attention over a layout and the lists: out and lse. Expects checked arguments.
     pub(crate) fn attend(
         self,
         [q, k, v]: [Tensor<4>; 3],
@@ -378,11 +379,11 @@ mod tests {
         assert_eq!(parts_of(2, 4, 3, 3), [0..3, 3..4, 4..7, 7..8]);
         assert_eq!(parts_of(3, 2, 2, 5), [0..4, 4..6]);
         assert_eq!(parts_of(3, 1, 1, 2), [0..2, 2..3]);
-        // One group at least.
+        // At least one group.
         assert_eq!(parts_of(2, 4, 4, 1), [0..4, 4..8]);
     }
 
-    /// However many heads at a time, with lists of their own or of their group's.
+    /// The number of heads per part does not change results, with lists per head or per group.
     #[cfg(feature = "flex")]
     #[test]
     fn parts_give_what_the_whole_gives() {

@@ -1,4 +1,4 @@
-//! Blocks by the products of means (the block-sparse heads of MInference: Jiang et al., 2024).
+//! Block selection by products of means (the block-sparse heads of MInference: Jiang et al., 2024).
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use crate::selection::{Selection, check_block, reference};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::internal::prelude::*;
 
-/// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
+/// Scores blocks by `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeanPool {
     /// Width of a block.
@@ -55,7 +55,7 @@ impl BlockEstimator for MeanPool {
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
             kind: EstimateKind::Logit,
-            // The mean of a block of queries has its later ones.
+            // The mean of a block of queries includes its later queries.
             prefix_stable: false,
             causal_only: false,
         }
@@ -92,7 +92,7 @@ impl BlockEstimator for MeanPool {
     }
 }
 
-/// `q · kᵀ` of every head of queries and its head of keys: `[batch, heads, rows of q, rows of k]`.
+/// Computes `q · kᵀ` of every query head and its KV head: `[batch, heads, rows of q, rows of k]`.
 pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
     let [batch, heads, rows, dim] = q.dims();
     let blocks = k.dims()[2];
@@ -101,10 +101,10 @@ pub(crate) fn products(q: Tensor<4>, k: Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads, rows, blocks])
 }
 
-/// Means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.
+/// Computes means over blocks of rows, in f32 and without autodiff: `[batch, heads, blocks, dim]`.
 pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
     let x = x.without_autodiff();
-    // `top_k_blocks` is made of Burn's own operations, and works on devices that this crate does not serve.
+    // `top_k_blocks` uses Burn's own operations, and works on devices that this crate does not serve.
     let is_served = served(&x.device()).is_ok();
     let x = x.into_dispatch();
     Tensor::from_dispatch(match is_served {
@@ -113,7 +113,7 @@ pub(crate) fn means(x: Tensor<4>, block_size: usize) -> Tensor<4> {
     })
 }
 
-/// The mean of all rows, by means of blocks: `[batch, heads, 1, dim]`. Burn's sum over many rows is one cube's.
+/// Computes the mean of all rows via means of blocks: `[batch, heads, 1, dim]`. Burn's sum over many rows runs in a single cube.
 pub(crate) fn mean_of_all(x: Tensor<4>) -> Tensor<4> {
     let rows = x.dims()[2];
     let block = rows.isqrt().max(1);
@@ -127,7 +127,7 @@ pub(crate) fn mean_of_all(x: Tensor<4>) -> Tensor<4> {
     of_whole * (1.0 - share) + means.slice_dim(2, whole..whole + 1) * share
 }
 
-/// Means over blocks of rows.
+/// Computes [`means`] in f64 loops.
 pub(crate) fn means_reference<'a>(
     row: impl Fn(usize) -> &'a [f64],
     rows: usize,

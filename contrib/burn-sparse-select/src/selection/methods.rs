@@ -1,4 +1,4 @@
-//! The table of methods, and selections read by it.
+//! The table of methods, and the parser of selections.
 
 use std::str::FromStr;
 
@@ -6,7 +6,7 @@ use crate::selection::text::{Arguments, Method};
 use crate::selection::{Selection, antidiagonal, flex, mean, moba, quest, sparge, vertical_slash};
 use burn_blocksparse::OpError;
 
-/// All methods. A new one is a row here.
+/// All methods. A new method adds a row here.
 pub(crate) const METHODS: &[Method] = &[
     mean::METHOD,
     moba::METHOD,
@@ -17,7 +17,7 @@ pub(crate) const METHODS: &[Method] = &[
     vertical_slash::METHOD,
 ];
 
-/// How each is written.
+/// Notation of each method.
 pub(crate) const NOTATION: &[&str] = &{
     let mut notation = [""; METHODS.len()];
     let mut method = 0;

@@ -19,16 +19,16 @@ use crate::selection::token_order::row_products;
 use crate::selection::{Selection, by_query, check_wide_block};
 use burn_blocksparse::internal::prelude::*;
 
-/// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
-/// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.
+/// Scores blocks by `q · mean(k)` of a query and a key block, with keys as attention uses them. Every query selects separately. Its own block is always
+/// selected and counts as one of them: with `k` blocks a query selects `k − 1` before its own, and none with `k = 1`. Defined for causal attention.
 ///
-/// The paper forces no other block. A selection may ([`Always`](blocksparse::Always)): the first ones, and some before the own one. They count as the own one
-/// does, so `moba:64,8,first=1,local=2` chooses five by score. Write it so on a model that was trained without the choice.
+/// The paper forces no other block. A selection may ([`Always`](blocksparse::Always)): the first blocks, and some before the query's own. They also count
+/// towards `k`, so `moba:64,8,first=1,local=2` selects five by score. Use this form for models that were trained without block selection.
 ///
-/// Nothing is trained for it, and the choice has no gradient. The paper has blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
-/// 1M with the last 3 layers in full attention, and trains nine tenths of the tokens with it and the rest with full attention.
+/// The method adds no parameters, and the selection has no gradient. The paper uses blocks of 512 and k = 3 at 8K tokens, 2,048 and 3 at 32K, 4,096 and 12 at
+/// 1M with full attention in the last 3 layers. It trains on nine tenths of the tokens with MoBA and on the rest with full attention.
 ///
-/// [`attention_selected`](crate::selection::attention_selected) runs over its choice. It is written `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
+/// [`attention_selected`](crate::selection::attention_selected) runs over the selection. The text form is `moba:BLOCK,K[,FULL_LAST_LAYERS]`:
 ///
 /// ```
 /// use burn_sparse_select::Selection;
@@ -39,9 +39,9 @@ use burn_blocksparse::internal::prelude::*;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moba {
-    /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
+    /// Number of keys of a block: 8, 16, 32, 64, 128, or a larger multiple of 128.
     pub block: usize,
-    /// Number of last layers with full attention: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
+    /// Number of last layers with full attention. A model uses it; a single layer rejects a nonzero number ([`BlockEstimator::full_last_layers`]).
     pub full_last_layers: usize,
 }
 

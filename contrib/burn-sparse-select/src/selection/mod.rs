@@ -1,28 +1,28 @@
-//! Attention that selects its keys by content: block scores, a rule that keeps some blocks, and attention over them.
+//! Attention that selects its keys by content: block scores, a rule that selects blocks, and attention over them.
 //!
-//! Top-k of given scores: [`top_k_blocks`], [`top_k_blocks_on_device`]. A method that scores by itself: [`Selection`] with
-//! [`attention_selected`]. Blocks or single keys that you chose: [`SelectedBlocks`], [`TokenIndices`].
+//! Top-k of given scores: [`top_k_blocks`], [`top_k_blocks_on_device`]. Methods that compute the scores: [`Selection`] with [`attention_selected`]. Index lists
+//! of blocks or single keys that you provide: [`SelectedBlocks`], [`TokenIndices`].
 
-// estimator    what a method is: scores of blocks by queries and keys
+// estimator    trait of a method: block scores from queries and keys
 // mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
 //              methods
-// lines        columns and diagonals of attention, for the last two
-// parts        calls in parts, who sees whom, and what the lists of adjacent queries have in common
-// selected     attention over what is chosen
-// query_lists  the queries that chose each block, where every query chooses for itself
-// lists        attention over such lists, in parts of heads
+// lines        columns and diagonals of the attention matrix, for flex and vertical_slash
+// parts        calls in parts, visibility, overlap of adjacent queries' lists
+// selected     attention over a selection
+// query_lists  per-query selection: the queries that selected each block
+// lists        attention over block lists, a part of the heads at a time
 // key_lists    attention over lists of single keys
-// token_sparse the backend operation of both kinds of lists
-// token_order  what clusters and hashes of tokens are found by
-// layouts      layouts of what is forced, which are kept
-// by_query     the same choice on the host
-// estimates    the same scores by kernels, where a device has them
-// within       choices that are cut by a layout, and by padding
-// sharing      whether heads that share keys choose together
-// text         arguments of selections as text
-// methods      the table of methods, by which selections are read
-// reference    what kernels do of it, in Burn's primitives and in loops on the host
-// quality      how much of the attention a choice keeps, also beside the best choice, for reports
+// token_sparse backend operation of both kinds of lists
+// token_order  primitives of token clustering and hashing
+// layouts      cache of layouts of forced blocks
+// by_query     per-query selection on the host
+// estimates    block scores by kernels, on devices that have them
+// within       selections restricted by a layout or by padding
+// sharing      shared selection of the heads of a KV head
+// text         parsing and formatting of selections
+// methods      the table of methods, by which selections are parsed
+// reference    the same computations in Burn's operations and in host loops
+// quality      attention recall of a selection, and of the best one of equal size
 pub mod backend;
 #[cfg(feature = "cube")]
 pub mod estimate_backend;
@@ -100,7 +100,7 @@ pub use sparge::SpargeAttn;
 pub use vertical_slash::VerticalSlash;
 pub use within::Candidates;
 
-/// Selection of blocks of keys by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
+/// Content-based selection of key blocks: an estimator scores the blocks and a rule selects some. They form the layout that
 /// [`sparse_attention`](burn_blocksparse::sparse_attention) runs over.
 ///
 /// ```
@@ -129,39 +129,39 @@ pub struct Selection {
     layouts: LayoutCache,
 }
 
-/// The layout that a [`Selection`] chose.
+/// Layout that a [`Selection`] chose.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SelectedLayout {
-    /// The blocks, on the device.
+    /// Selected blocks, on the device.
     pub layout: DeviceLayout,
 }
 
 impl SelectedLayout {
-    /// Returns the number of blocks per row of queries: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
-    /// choice have one row for all of them ([`DeviceLayout::counts`]).
+    /// Returns the number of selected blocks of each query row: i32 `[batch, heads, rows]`, on the device. Reads nothing back where kernels run. Heads that
+    /// share a selection have one row for all of them ([`DeviceLayout::counts`]).
     ///
     /// # Errors
-    /// As [`DeviceLayout::counts`].
+    /// See [`DeviceLayout::counts`].
     pub fn counts(&self) -> Result<Tensor<3, Int>, OpError> {
         self.layout.counts()
     }
 
-    /// Selected share of the visible blocks, `[1]` in f32, on the device.
+    /// Returns the selected share of the visible blocks: f32 `[1]`, on the device.
     ///
     /// # Errors
-    /// As [`DeviceLayout::counts`].
+    /// See [`DeviceLayout::counts`].
     pub fn density(&self) -> Result<Tensor<1>, OpError> {
         self.layout.density()
     }
 }
 
 impl Selection {
-    /// Texts of selections: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
-    /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
+    /// Text forms of selections. `KEEP` is a number or a named rule: `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max` makes the
+    /// heads of a KV head share a selection. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
-    /// A selection by an estimator and a budget, without forced blocks, each head separately.
+    /// Creates a selection from an estimator and a budget, without forced blocks, separate for each head.
     pub fn new(estimator: impl BlockEstimator + 'static, keep: Budget) -> Self {
         Self {
             estimator: Arc::new(estimator),
@@ -173,20 +173,20 @@ impl Selection {
     }
 
     blocksparse::setters! {
-        /// Sets the budget: which blocks are selected by score.
+        /// Sets the budget, which says how many blocks are selected by score.
         with_budget => keep: Budget,
         /// Sets the forced blocks.
         with_always => forced: Always,
-        /// Sets whether and how heads that share keys share a selection.
+        /// Sets whether and how the heads of a KV head share a selection.
         with_gqa_reduction => sharing: GqaReduction,
     }
 
-    /// The method that scores blocks.
+    /// Returns the method that scores the blocks.
     pub fn estimator(&self) -> &dyn BlockEstimator {
         &*self.estimator
     }
 
-    /// The same for one layer of a model that selects ([`BlockEstimator::for_layer`]).
+    /// Returns the selection for a single layer of a model ([`BlockEstimator::for_layer`]).
     #[must_use]
     pub fn for_layer(mut self) -> Self {
         if let Some(estimator) = self.estimator.for_layer() {
@@ -195,7 +195,7 @@ impl Selection {
         self
     }
 
-    /// The rule that selects by score.
+    /// Returns the rule that selects blocks by score.
     pub fn rule(&self) -> Rule {
         Rule {
             kind: self.estimator.traits().kind,
@@ -204,7 +204,7 @@ impl Selection {
         }
     }
 
-    /// Returns whether heads that share keys share one choice.
+    /// Returns whether and how the heads of a KV head share a selection.
     pub fn gqa_reduction(&self) -> GqaReduction {
         self.sharing
     }
@@ -220,7 +220,7 @@ impl Selection {
         Ok(rule.check()?)
     }
 
-    /// Checks the selection, and that it is defined for a call.
+    /// Checks the selection, and that it is defined for `call`.
     fn check_for(&self, call: &EstimateInputs) -> Result<(), OpError> {
         self.check()?;
         check_call(call)?;
@@ -229,15 +229,15 @@ impl Selection {
         Ok(())
     }
 
-    /// The blocks that the call's queries attend to. Nothing is read back; no gradient reaches the scores.
+    /// Selects the blocks that the call's queries attend to. Reads nothing back; no gradient reaches the scores.
     ///
     /// # Errors
-    /// [`OpError`] if shapes, dtypes or devices do not fit each other, a number is out of range, or the method is not defined for the call.
+    /// [`OpError`] if shapes, dtypes or devices do not match, a number is out of range, or the method is not defined for the call.
     pub fn choose(&self, call: &EstimateInputs) -> Result<SelectedLayout, OpError> {
         self.choose_among(call, Candidates::default())
     }
 
-    /// [`choose`](Self::choose) for one batch entry, in plain f64 loops on the host.
+    /// Computes [`choose`](Self::choose) for one batch entry in f64 loops on the host.
     ///
     /// # Errors
     /// [`OpError`] if a number is out of range.
@@ -278,7 +278,7 @@ impl Selection {
         sizes(q, seq_kv, grid.block)
     }
 
-    /// Sizes of a layout of single queries, whose blocks may be narrower than those that are chosen.
+    /// Returns the shape of a layout of single queries. Its blocks are at most as wide as the widest of a layout; the selected ones may be wider.
     fn query_shape(&self, q: [usize; 4], seq_kv: usize) -> Result<LayoutShape, OpError> {
         let [.., widest] = BLOCK_SIZES;
         sizes(q, seq_kv, self.estimator.grid().block.min(widest))
@@ -291,7 +291,7 @@ impl fmt::Display for Selection {
     }
 }
 
-/// Selections are equal if they are written alike.
+/// Selections are equal if their texts are.
 impl PartialEq for Selection {
     fn eq(&self, other: &Self) -> bool {
         self.to_string() == other.to_string()
@@ -312,13 +312,13 @@ impl TryFrom<String> for Selection {
     }
 }
 
-/// Sizes that a layout can have.
+/// Returns the layout shape of these sizes, checked.
 fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q;
     checked(&LayoutShape::new(heads, [seq_q, seq_kv], block_size))
 }
 
-/// That blocks of keys are as wide as those of a layout, or several of the widest.
+/// Checks that `block` is a block size of layouts, or a multiple of the widest.
 pub(crate) fn check_wide_block(argument: &'static str, block: usize) -> Result<(), OpError> {
     let is_wide = block > 128 && block.is_multiple_of(128);
     blocksparse::ensure! {
@@ -328,13 +328,13 @@ pub(crate) fn check_wide_block(argument: &'static str, block: usize) -> Result<(
     Ok(())
 }
 
-/// A width that blocks can have.
+/// Checks that `block` is a block size of layouts.
 pub fn check_block(block: usize) -> Result<(), OpError> {
     blocksparse::ensure! { OpError; BLOCK_SIZES.contains(&block) => "block", "8, 16, 32, 64 or 128", block; }
     Ok(())
 }
 
-/// That queries and keys fit each other, on a device that this crate serves.
+/// Checks that queries and keys match, on a device that this crate serves.
 pub fn check_call(call: &EstimateInputs) -> Result<(), OpError> {
     let (q, k): (&Tensor<4>, &Tensor<4>) = (&call.q, &call.k);
     served(&q.device().without_autodiff())?;
@@ -343,7 +343,7 @@ pub fn check_call(call: &EstimateInputs) -> Result<(), OpError> {
     Ok(())
 }
 
-/// That there are queries, and no more of them than keys.
+/// Checks that there are queries, and no more of them than keys.
 pub(crate) fn check_seq_q(
     argument: &'static str,
     seq_q: usize,
@@ -353,7 +353,7 @@ pub(crate) fn check_seq_q(
     Ok(())
 }
 
-/// That queries and keys fit each other.
+/// Checks that the shapes of queries and keys match.
 pub fn check_shapes(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, _, k_dim] = k.dims();

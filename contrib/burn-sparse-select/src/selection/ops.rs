@@ -1,10 +1,10 @@
-//! The backend trait of choices by content.
+//! Backend trait of content-based selection.
 
 use crate::selection::reference;
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 use burn_blocksparse::internal::prelude::*;
 
-/// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
+/// Steps of content-based selection as backend operations, on tensors without autodiff. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -12,13 +12,13 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait SelectionOps: Backend {
-    /// The means of blocks of adjacent rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
+    /// Computes the means of blocks of adjacent rows of `[batch, heads, rows, width]`, with at least one row: f32 `[batch, heads, blocks, width]`.
     #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), x[3]].into())]
     fn block_means(x: FloatTensor<Self>, block: usize) -> FloatTensor<Self> {
         reference::block_means::<Self>(x, block)
     }
 
-    /// The means of the cosines of all pairs of rows of such blocks, of rows less `less` `[batch, heads, 1, width]`: `[batch, heads, blocks, 1]`, f32.
+    /// Computes for each block the mean cosine of all pairs of its rows, after subtracting `less` `[batch, heads, 1, width]`: f32 `[batch, heads, blocks, 1]`.
     #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), 1].into())]
     fn block_self_similarity(
         x: FloatTensor<Self>,
@@ -28,26 +28,26 @@ pub trait SelectionOps: Backend {
         reference::block_self_similarity::<Self>(x, less.into_option(), block)
     }
 
-    /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
-    /// ties go to the earlier, NaN sorts last: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
+    /// Returns the highest-scoring blocks before the block of a row's own position: i32 `[batch, lists, rows, most]`, by `scores`
+    /// `[batch, lists, rows, blocks]` in f32. In descending order of scores, ties in favor of the earlier block, NaN last, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], scores[2], call.most].into())]
     fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
         reference::highest_blocks::<Self>(scores, &call)
     }
 
-    /// The lists of such blocks: the queries that chose a block have adjacent places, in order, from the first place of a tile on.
+    /// Builds the inverse lists of selected blocks. The queries that selected a block have adjacent places, in order, which begin at the start of a tile.
     #[fusion(meta = meta::lists)]
     fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> QueriesOfBlocks<Self> {
         reference::list_queries::<Self>(picks, &call)
     }
 
-    /// The `most` highest of each row of `[groups, rows, columns]`: ties go to the earlier, NaN sorts last.
+    /// Returns the `most` highest elements of each row of `[groups, rows, columns]`. Ties go to the earlier column; NaN sorts last.
     #[fusion(meta = meta::highest)]
     fn topk_rows(numbers: FloatTensor<Self>, most: usize) -> TopKLists<Self> {
         reference::topk_rows::<Self>(numbers, most)
     }
 
-    /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 after the last. i32.
+    /// Returns the keys of lists `[batch, lists, queries, most]`, in any order, that a query sees: i32, ascending and unique, then −1.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
         reference::unique_keys::<Self>(keys, &call)

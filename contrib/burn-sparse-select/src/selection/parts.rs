@@ -1,4 +1,4 @@
-//! Calls in parts, so that no tensor on the way to scores is large, and who sees whom in them.
+//! Helpers to compute scores in parts, which bounds the size of intermediate tensors, and visibility within a part.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use crate::selection::estimator::EstimateInputs;
 use burn_blocksparse::OpError;
 
-/// Elements of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
+/// Upper bound of the elements of an intermediate tensor: 64 MiB of f32. A single head may exceed it.
 pub(crate) const NUMBERS: usize = 1 << 24;
 
-/// What weighs nothing in a softmax, also beside others of its kind.
+/// Mask value of logits. It is finite, so a row of masked logits gives no NaN.
 pub(crate) const NOTHING: f64 = -1e30;
 
-/// Computes `[batch, heads, x, y]` by some heads at a time, of tensors of `numbers` numbers a head of queries: `of` gets
-/// `[parts, group, seq_q, head_dim]` of queries and `[parts, 1, seq_kv, head_dim]` of keys, and gives `[parts, group, x, y]`.
+/// Computes `[batch, heads, x, y]` for some heads at a time. `numbers` is the number of intermediate elements per query head. `of` maps queries
+/// `[parts, group, seq_q, head_dim]` and keys `[parts, 1, seq_kv, head_dim]` to `[parts, group, x, y]`.
 pub(crate) fn by_heads(
     call: &EstimateInputs,
     numbers: usize,
@@ -45,14 +45,14 @@ pub(crate) fn by_heads(
     whole.reshape([batch, heads, x, y])
 }
 
-/// A range in ranges of so many, the last one of what is left.
+/// Splits a range into ranges of `step`; the last one may be shorter.
 pub(crate) fn in_steps(all: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
     let end = all.end;
     all.step_by(step)
         .map(move |start| start..(start + step).min(end))
 }
 
-/// A sum, if there is one yet, and a term of it.
+/// Adds a term to a sum that may not exist yet.
 pub(crate) fn added<const D: usize>(sum: Option<Tensor<D>>, term: Tensor<D>) -> Tensor<D> {
     match sum {
         None => term,
@@ -60,7 +60,7 @@ pub(crate) fn added<const D: usize>(sum: Option<Tensor<D>>, term: Tensor<D>) -> 
     }
 }
 
-/// [`Tensor::cat`], of one nothing but itself.
+/// Concatenates tensors, and returns a single one as it is.
 pub(crate) fn joined<const D: usize, K: Basic>(
     mut parts: Vec<Tensor<D, K>>,
     dim: usize,
@@ -71,7 +71,7 @@ pub(crate) fn joined<const D: usize, K: Basic>(
     }
 }
 
-/// With zeros before and after, along a dimension.
+/// Pads with zeros before and after, along a dimension.
 pub(crate) fn padded<const D: usize>(
     x: Tensor<D>,
     dim: usize,
@@ -87,7 +87,7 @@ pub(crate) fn padded<const D: usize>(
     joined(parts.collect(), dim)
 }
 
-/// Where no query of a row sees any key of a column: `[.., rows, columns]`. Rows and columns may be beyond the grid; those see nothing, and are not seen.
+/// Returns true where no query of a row sees any key of a column: `[.., rows, columns]`. Rows and columns beyond the grid are hidden.
 pub(crate) fn hidden<const D: usize>(
     grid: &ScoreGrid,
     rows: Range<usize>,
@@ -113,42 +113,42 @@ pub(crate) fn hidden<const D: usize>(
     hidden.unsqueeze::<D>().expand(all)
 }
 
-/// The softmax of rows over what is not hidden; of rows without any, zeros.
+/// Computes the softmax of rows over the elements that are not hidden. Rows without any are 0.
 pub(crate) fn softmax_of_seen(x: Tensor<4>, hidden: Tensor<4, Bool>) -> Tensor<4> {
     let x = x.mask_fill(hidden.clone(), NOTHING);
     burn::tensor::activation::softmax(x, 3).mask_fill(hidden, 0.0)
 }
 
-/// [`softmax_of_seen`], where `None` is hidden.
+/// Computes [`softmax_of_seen`] in f64, where `None` is hidden.
 pub(crate) fn softmax_reference(x: &[Option<f64>]) -> Vec<f64> {
     let largest = x.iter().flatten().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
     let weights = x.iter().map(|x| x.map_or(0.0, |x| (x - largest).exp()));
     let weights: Vec<f64> = weights.collect();
     let sum: f64 = weights.iter().sum();
-    // Of no weights nothing is divided.
+    // Avoids division by zero if all elements are hidden.
     let sum = if sum > 0.0 { sum } else { 1.0 };
     weights.iter().map(|weight| weight / sum).collect()
 }
 
-/// In f32, `[.., rows from..to, ..]` of queries or keys.
+/// Returns rows of queries or keys in f32: `[.., rows, ..]`.
 pub(crate) fn rows_of(x: &Tensor<4>, rows: Range<usize>) -> Tensor<4> {
     x.clone().slice_dim(2, rows).cast(DType::F32)
 }
 
-/// Adjacent queries that are compared.
+/// Number of adjacent queries that are compared.
 const NEIGHBOURS: usize = 8;
 
-/// What is expected to be in common, if it is a share.
+/// Checks that an expected overlap is from 0 to 1.
 pub(crate) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
     blocksparse::ensure! { OpError; (0.0..=1.0).contains(&overlap) => "overlap", "from 0 to 1", overlap; }
     Ok(overlap)
 }
 
-/// `(8 − u) / 7`, where `u` is how much the union of the lists of eight adjacent queries has for one of a list; 1 without any lists. `[batch, lists,
-/// queries, most]`, where negative numbers are on no list. Groups of eight count whose queries all choose, which `chooses` says of a query and the length of
-/// its list.
+/// Returns the overlap of the lists of eight adjacent queries, `(8 − u) / 7`, where `u` is the size of their union relative to one list; 1 without any lists.
+/// Lists are `[batch, lists, queries, most]`; negative entries are empty. Only groups of eight are counted in which `chooses`, called with a query and its
+/// list's length, is true for all.
 ///
-/// Reads all lists back, and counts on the host.
+/// Reads all lists back and counts on the host.
 pub(crate) fn overlap_of(lists: &Tensor<4, Int>, chooses: impl Fn(usize, usize) -> bool) -> f64 {
     let [.., queries, most] = lists.dims();
     let numbers = lists.clone().into_data().convert::<i64>();

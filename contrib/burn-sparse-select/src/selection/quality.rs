@@ -1,4 +1,4 @@
-//! How well a choice serves: what it keeps of the attention, beside the best that as many blocks could.
+//! Quality of a selection: its share of the attention, and that of the best selection of equal size.
 
 use std::ops::Range;
 
@@ -13,22 +13,22 @@ use crate::selection::{Selection, check_call};
 use burn_blocksparse::internal::allowed_blocks;
 use burn_blocksparse::{AttentionOptions, Layout, OpError, SparseAttentionCall};
 
-/// Quality of a selection for a head: means over rows of queries, over all batch entries.
+/// Quality of a selection for a head: means over query rows and batch entries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SelectionQuality {
-    /// The share of the attention that the chosen blocks have.
+    /// Share of the attention that the selected blocks cover.
     pub recall: f64,
-    /// The share that 99 of 100 rows have at least.
+    /// First percentile over rows of that share: 99 of 100 rows have at least this.
     pub first_percentile: f64,
-    /// The share that the same number of blocks of each row would have if they were the best ones, the forced ones among them.
+    /// Share that the best selection covers with the same number of blocks per row, forced blocks included.
     pub oracle: f64,
-    /// Chosen blocks, as a share of those that are visible.
+    /// Number of selected blocks, as a share of the visible ones.
     pub density: f64,
 }
 
 impl SelectionQuality {
-    /// Of a head that attends to everything that it sees.
+    /// Quality of a head that attends to everything it sees.
     pub const ALL: Self = Self {
         recall: 1.0,
         first_percentile: 1.0,
@@ -36,28 +36,29 @@ impl SelectionQuality {
         density: 1.0,
     };
 
-    /// Recall as a share of the best that as many blocks can have.
+    /// Returns the recall as a share of the best possible recall with as many blocks.
     pub fn ratio(&self) -> f64 {
         self.recall / self.oracle
     }
 }
 
-/// Elements of a slab of probabilities.
+/// Upper bound of the elements of a slab of probabilities.
 const SLAB: usize = 1 << 23;
 
 impl Selection {
-    /// Measures the selection for each head. The attention is computed in full, a slab at a time, and read back: for reports.
+    /// Measures the selection for each head. Computes full attention in slabs and reads it back, so it is meant for reports.
     ///
     /// # Errors
-    /// As [`choose`](Self::choose), and if the device gives nothing back.
+    /// Those of [`choose`](Self::choose), and if reading from the device fails.
     pub fn quality(&self, call: &EstimateInputs) -> Result<Vec<SelectionQuality>, OpError> {
         self.quality_within(call, None)
     }
 
-    /// [`quality`](Self::quality) of a choice from the blocks of a layout ([`Candidates::layout`](crate::selection::Candidates::layout)): of the attention over that layout.
+    /// Measures [`quality`](Self::quality) of a selection restricted to the blocks of a layout ([`Candidates::layout`](crate::selection::Candidates::layout)),
+    /// relative to attention over that layout.
     ///
     /// # Errors
-    /// As [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.
+    /// Those of [`quality`](Self::quality), and if the layout's sizes or batch are not the call's.
     pub fn quality_within(
         &self,
         call: &EstimateInputs,
@@ -74,7 +75,7 @@ impl Selection {
         }
         let call = call.without_autodiff();
         let mut grid = call.grid(self.estimator.grid());
-        // Who sees whom is the layout's to say.
+        // With a layout, the layout alone determines visibility.
         grid.causal &= layout.is_none();
         let (rows, blocks) = (grid.rows(), grid.blocks());
         let [batch, heads, ..] = call.q.dims();
@@ -131,7 +132,7 @@ impl Selection {
         Ok(of_heads.into_iter().map(Rows::finish).collect())
     }
 
-    /// The attention that blocks of keys get of rows of queries, each row 1 in all: `[batch, heads, rows, blocks]`.
+    /// Returns the attention that rows of queries give each block of keys: `[batch, heads, rows, blocks]`. Each row sums to 1.
     fn attention_sums(
         &self,
         call: &EstimateInputs,
@@ -168,7 +169,7 @@ impl Selection {
         let dims = [batch * heads, to - from, grid.blocks(), grid.block];
         let p = p.reshape(dims).sum_dim(3);
         let p = p.reshape([batch, heads, to - from, grid.blocks()]);
-        // The last row may have fewer queries.
+        // The last row may have fewer queries; pad it.
         let rows = end - first;
         let p = padded(p, 2, [0, rows * grid.query_rows - (to - from)]);
         let dims = [batch * heads, rows, grid.query_rows, grid.blocks()];
@@ -189,7 +190,7 @@ impl Selection {
     }
 }
 
-/// Where a layout has no pair, of some of its queries: `[batch or 1, heads, queries, seq_kv]`.
+/// Returns true for pairs that are not in the layout, of a range of queries: `[batch or 1, heads, queries, seq_kv]`.
 fn hidden(layout: &BlockLayout, queries: Range<usize>, device: &Device) -> Tensor<4, Bool> {
     let (entries, heads, b) = (
         layout.batch().unwrap_or(1),
@@ -214,7 +215,7 @@ fn hidden(layout: &BlockLayout, queries: Range<usize>, device: &Device) -> Tenso
     Tensor::from_data(TensorData::new(hidden, dims), device)
 }
 
-/// What is counted of a head.
+/// Accumulated numbers of a head.
 #[derive(Clone, Debug, Default)]
 struct Rows {
     recall: Vec<f64>,
@@ -245,9 +246,8 @@ fn read(tensor: Tensor<4>) -> Result<Vec<f64>, OpError> {
     data.convert::<f64>().to_vec().map_err(OpError::read)
 }
 
-/// The share of each query's full attention that the pairs of a layout have, `Σ p` over them `= exp(lse of the layout − lse of all)`: 1 where nothing that
-/// matters is left out, 0 for a query without a pair. How far an output can be from that of full attention is bounded by it:
-/// `‖o − o_full‖ ≤ 2 (1 − recall) · max‖v‖`.
+/// Returns the share of each query's full attention that the pairs of a layout cover, `Σ p` over them `= exp(lse of the layout − lse of full attention)`. It is
+/// 1 if nothing that matters is left out, and 0 for a query without pairs. It bounds the error of the output: `‖o − o_full‖ ≤ 2 (1 − recall) · max‖v‖`.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -273,7 +273,7 @@ fn read(tensor: Tensor<4>) -> Result<Vec<f64>, OpError> {
 /// - result: as `lse`, without autodiff
 ///
 /// # Errors
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention), and if `lse` does not fit.
+/// Those of [`sparse_attention`](burn_blocksparse::sparse_attention), and if `lse` does not match.
 pub fn recall<'a>(
     q: Tensor<4>,
     k: Tensor<4>,

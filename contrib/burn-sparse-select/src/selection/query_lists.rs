@@ -1,4 +1,4 @@
-//! Single queries that choose blocks, as lists of the queries that chose each block.
+//! Blocks selected per query, and the inverse lists: the queries that selected each block.
 
 use std::ops::Range;
 
@@ -10,36 +10,36 @@ use crate::selection::parts::{checked_overlap, in_steps, joined, overlap_of};
 use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::internal::prelude::*;
 
-/// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
+/// Upper bound of the scores in memory at a time. [`FEWEST_ROWS`] queries of every head may exceed it.
 const SLAB_SCORES: usize = 1 << 24;
 
-/// Queries whose scores are in memory at a time, at least.
+/// Lower bound of the queries whose scores are in memory at a time.
 const FEWEST_ROWS: usize = 64;
 
-/// Blocks that each query selected in addition to the forced ones, by query and by block. By block, each head has a sequence of places in tiles of
-/// `tile`: the queries that chose a block have adjacent places, in order, and its last tile is padded. All are i32 tensors on the device, without
-/// autodiff; −1 stands for none. `lists` are the query heads, or the KV heads if heads share a choice.
+/// Blocks that each query selected in addition to the forced ones, listed by query and by block. By block, each head has a sequence of places (slots of packed
+/// queries) in tiles of `tile`: the queries that selected a block have adjacent places, in order, and the block's last tile is padded. All tensors are i32 on
+/// the device, without autodiff; −1 marks an empty entry. `lists` is the number of query heads, or of KV heads if heads share a selection.
 ///
-/// The number of places follows from the sizes alone: if `n` queries choose `c` blocks in all, from `m` blocks, there are at most `(c + (tile − 1) ·
-/// m) / tile` tiles. Unused ones come last.
+/// The number of places follows from the sizes alone: if `n` queries select `c` blocks in all, from `m` blocks, there are at most `(c + (tile − 1) · m) / tile`
+/// tiles. Unused tiles come last.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SelectedBlocks {
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
-    /// Places of a tile.
+    /// Number of places of a tile.
     pub tile: usize,
-    /// The blocks that a query chose, by falling score: `[batch, lists, queries, most]`.
+    /// Selected blocks of each query, in descending order of scores: `[batch, lists, queries, most]`.
     pub blocks: Tensor<4, Int>,
-    /// The place of each choice: `[batch, lists, queries, most]`.
+    /// Place of each selected block: `[batch, lists, queries, most]`.
     pub places: Tensor<4, Int>,
-    /// The choice at each place, `query · most +` its number among the query's: `[batch, lists, places]`.
+    /// Selection at each place, `query · most` plus its index in the query's list: `[batch, lists, places]`.
     pub choices: Tensor<3, Int>,
-    /// The query at each place: `[batch, lists, places]`.
+    /// Query at each place: `[batch, lists, places]`.
     pub queries: Tensor<3, Int>,
-    /// The block of each tile: `[batch, lists, tiles]`.
+    /// Block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: Tensor<3, Int>,
-    /// What adjacent queries' lists are expected to have in common.
+    /// Expected overlap of the lists of adjacent queries.
     overlap: f64,
 }
 
@@ -47,28 +47,29 @@ pub struct SelectedBlocks {
 pub(crate) struct ListSizes {
     grid: ScoreGrid,
     forced: Always,
-    /// Blocks that a query chooses, at most.
+    /// Upper bound of the blocks that a query selects.
     most: usize,
-    /// Tiles of a head.
+    /// Number of tiles of a head.
     tiles: usize,
     tile: usize,
 }
 
 impl ListSizes {
-    /// Of queries that keep up to `keep` blocks, or all forced ones if those are more, their own among them. `None` if none of them has a choice.
+    /// Computes the sizes for queries that keep up to `keep` blocks, or all forced ones if those are more; the query's own block is forced. `None` if no query
+    /// has a block to select.
     ///
-    /// Blocks between the first ones and the nearest ones are what there is to choose from, so that forced blocks take no part in it: with less than all of
-    /// them in sight a query sees nothing else.
+    /// Candidates are the blocks between the first and the local forced ones, so scores never affect forced blocks. A query that sees only forced blocks
+    /// selects none.
     pub fn new(grid: ScoreGrid, keep: usize, forced: Always) -> Option<Self> {
         let tile = tile(grid.block);
-        // Queries at positions below 0 see nothing.
+        // Queries at negative positions see nothing.
         let first = grid.seq_kv.saturating_sub(grid.seq_q);
         let last = (grid.seq_kv - 1) / grid.block;
         let taken = forced.first.saturating_add(forced.local);
         let free = |own: usize| (own + 1).saturating_sub(taken);
         let blocks = free(last);
         let most = blocks.min(keep.saturating_sub(taken));
-        // Queries of a block have the same blocks to choose from.
+        // All queries of a block have the same candidates.
         let queries = |block: usize| {
             let start = (block * grid.block).max(first);
             ((block + 1) * grid.block)
@@ -88,8 +89,8 @@ impl ListSizes {
     }
 }
 
-/// Queries that share a tile, and keys of a block of the layout of tiles: narrower than blocks of keys, so that little is filled up; not too narrow, so that
-/// the lists of a tile's blocks of keys stay short.
+/// Returns the number of queries of a tile, and of keys of a block in the layout of tiles. At most as wide as a block of keys, which limits padding; not too
+/// narrow, which keeps a tile's list of key blocks short.
 fn tile(block: usize) -> usize {
     match block {
         0..64 => block,
@@ -99,25 +100,24 @@ fn tile(block: usize) -> usize {
 }
 
 impl ListSizes {
-    /// Queries whose scores are in memory at a time, of so many lists.
+    /// Returns how many queries have their scores in memory at a time, with `lists` lists over the batch.
     pub(crate) fn rows_at_a_time(&self, lists: usize) -> usize {
         (SLAB_SCORES / (lists * self.grid.blocks())).max(FEWEST_ROWS)
     }
 
-    /// Blocks that a query chooses, at most.
     pub(crate) fn most(&self) -> usize {
         self.most
     }
 
-    /// The keys of blocks that some query chooses from, with some after them: to a query of the call with these keys alone, its forced blocks are not there,
-    /// but for one after all that it chooses from. Blocks are numbered from the first that is not forced.
+    /// Returns the range of keys that covers the candidates of all queries, and some keys after them. In a call with these keys alone, the first forced blocks
+    /// are missing, and so are all local ones except the earliest, which follows a query's candidates. Blocks count from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
         let Always { first, local } = self.forced;
         let block = self.grid.block;
         first * block..self.grid.seq_kv - (local - 1) * block
     }
 
-    /// Blocks that were numbered from the first that is not forced, as those of the call.
+    /// Converts block indices that count from the first block that is not forced into indices of the call.
     pub(crate) fn of_call(&self, picks: Tensor<4, Int>) -> Tensor<4, Int> {
         match self.forced.first {
             0 => picks,
@@ -129,46 +129,45 @@ impl ListSizes {
     }
 }
 
-/// Sizes of lists.
+/// Sizes of existing lists.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ListsShape {
-    /// Heads that have lists of their own.
+    /// Number of heads with lists of their own.
     pub lists: usize,
-    /// Blocks that a query chooses, at most.
+    /// Upper bound of the blocks that a query selects.
     pub most: usize,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
-    /// Tiles of queries by blocks.
+    /// Number of tiles of packed queries.
     pub tiles: usize,
-    /// Places of a tile.
+    /// Number of places of a tile.
     pub tile: usize,
-    /// The share that the lists of adjacent queries are expected to have in common.
+    /// Expected overlap of the lists of adjacent queries.
     pub overlap: f64,
 }
 
 impl SelectedBlocks {
-    /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
-    /// blocks eight of them list for one of a query, as [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what
-    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their
-    /// lists, which name each block once.
+    /// Sets the expected overlap of the lists of adjacent queries, from 0 (disjoint) to 1 (equal): `(8 − u) / 7`, where `u` is the size of the union of eight
+    /// lists relative to one, as [`measure_group_reuse`](Self::measure_group_reuse) finds it. The default is 0, and .85 for lists that [`Nsa`](crate::nsa::Nsa)
+    /// chooses. It affects the choice of kernels, not results: with a large overlap, adjacent queries of few heads attend to the union of their lists, which
+    /// contains each block once.
     ///
     /// # Errors
-    /// [`OpError`] if it is no share.
+    /// [`OpError`] if it is not from 0 to 1.
     pub fn with_group_reuse(self, overlap: f64) -> Result<Self, OpError> {
         let overlap = checked_overlap(overlap)?;
         Ok(Self { overlap, ..self })
     }
 
-    /// The share that the lists of adjacent queries are expected to have in common.
+    /// Returns the expected overlap of the lists of adjacent queries.
     pub fn group_reuse(&self) -> f64 {
         self.overlap
     }
 
-    /// The share that the lists of eight adjacent queries have in common: `(8 − u) / 7`, where `u` is how many blocks their union has for one of a list. It is 1
-    /// where they are the same, and 0 where no block is on two of them. Groups of eight count whose queries all list as many blocks as a list has room
-    /// for; without any it is 1.
+    /// Measures the overlap of the lists of eight adjacent queries: `(8 − u) / 7`, where `u` is the size of their union relative to one list. It is 1 if the
+    /// lists are equal, and 0 if no block is on two of them. Only groups whose queries all have full lists are counted; without such groups it is 1.
     ///
-    /// Reads all lists back, and counts on the host.
+    /// Reads all lists back and counts on the host.
     ///
     /// ```
     /// use burn::tensor::{Device, Int, Tensor};
@@ -198,8 +197,8 @@ impl SelectedBlocks {
         }
     }
 
-    /// Lists of blocks: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for none, of blocks of `block` keys
-    /// of `seq_kv`. There are as many places as every query could choose.
+    /// Creates lists from block indices: i32 `[batch, lists, queries, most]` on the device, without autodiff, negative for empty entries. Blocks have `block`
+    /// keys, of `seq_kv` in all. Places are allocated for full lists.
     ///
     /// # Errors
     /// [`OpError`] if a size is 0.
@@ -225,8 +224,8 @@ impl SelectedBlocks {
         Ok(Self::of_choices(blocks, &sizes))
     }
 
-    /// The blocks of highest scores in addition to the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
-    /// without autodiff, of so many at a time; blocks after the last that a row chooses from may be missing.
+    /// Selects the highest-scoring blocks in addition to the forced ones, and builds their lists. `scores` returns those of a range of query rows, f32
+    /// `[batch, lists, rows, blocks]` without autodiff, for `rows_at_a_time` rows. Blocks after a row's last candidate may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
         rows_at_a_time: usize,
@@ -240,7 +239,8 @@ impl SelectedBlocks {
         for rows in in_steps(0..queries, rows_at_a_time) {
             let start = rows.start;
             let scores = scores(rows)?.cast(DType::F32);
-            // A query takes from the blocks before that of its position: as if the first blocks were not there, and it lay so much earlier.
+            // The operation selects blocks before that of a query's position. To exclude forced blocks, drop the first ones and shift positions back
+            // accordingly.
             let scores = match forced.first {
                 0 => scores,
                 first => scores.slice_dim(3, first..blocks),
@@ -259,7 +259,7 @@ impl SelectedBlocks {
         Ok(Self::of_choices(sizes.of_call(picks), sizes))
     }
 
-    /// The lists of chosen blocks.
+    /// Builds the lists of selected blocks.
     pub(crate) fn of_choices(blocks: Tensor<4, Int>, sizes: &ListSizes) -> Self {
         let [.., most] = blocks.dims();
         let wanted = QueryTiles {
@@ -285,7 +285,7 @@ impl SelectedBlocks {
         }
     }
 
-    /// Those of some queries, of a call with these alone.
+    /// Returns the lists of a range of queries, as those of a call with these queries alone.
     pub(crate) fn of_queries(&self, rows: Range<usize>, sizes: &ListSizes) -> Self {
         let blocks = self.blocks.clone().slice_dim(2, rows);
         Self {
@@ -294,7 +294,7 @@ impl SelectedBlocks {
         }
     }
 
-    /// Those of a range of `heads` heads, in groups that share a list.
+    /// Returns the lists of a range of heads. The `heads` heads form groups that share a list.
     pub(crate) fn of_heads(&self, heads: usize, part: Range<usize>) -> Self {
         let [_, lists, ..] = self.blocks.dims();
         let part = part.start as i64..part.end as i64;
@@ -312,7 +312,7 @@ impl SelectedBlocks {
         }
     }
 
-    /// The same for heads in groups that share a list.
+    /// Returns the lists with one per head, for heads in groups that share a list.
     pub(crate) fn for_heads(self, heads: usize) -> Self {
         let [_, lists, ..] = self.blocks.dims();
         match lists == heads {

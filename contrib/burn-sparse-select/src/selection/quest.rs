@@ -1,4 +1,4 @@
-//! Bounds of pages, Quest (Tang et al., 2024, §3).
+//! Block selection by bounds of pages, Quest (Tang et al., 2024, §3).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,14 +17,13 @@ use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::{Selection, by_query};
 use burn_blocksparse::OpError;
 
-/// `Σ_c max(q_c · max_c, q_c · min_c)` of a query and the largest and the smallest elements of a page of keys, keys as they are attended to: no product of the
-/// query and a key of the page is above it. Every query chooses for itself, its own page always, which counts as one of those that it keeps. Defined for
-/// causal attention, and made for decoding: a [pool of pages](crate::pages) keeps the bounds of its pages. The first pages and some before the own one
-/// are also selected, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does: `quest:16,2048,first=1,local=2` on models with
-/// attention sinks.
+/// Scores pages by `Σ_c max(q_c · max_c, q_c · min_c)` of a query and a page's channel-wise maxima and minima, with keys as attention uses them. This bounds
+/// the product of the query and any key of the page from above. Every query selects separately; its own page is always selected and counts towards the budget.
+/// Defined for causal attention, and meant for decoding: a [pool of pages](crate::pages) stores the bounds of its pages. A selection may also force the first
+/// pages and some before the own one ([`Always`](blocksparse::Always)), which count as well: `quest:16,2048,first=1,local=2` for models with attention sinks.
 ///
-/// Heads that share keys choose together, by the mean of their bounds, unless the selection says otherwise. The paper has pages of 16 and budgets of 256 to
-/// 4,096 keys, and lets the first two layers attend to all keys. It is written `quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]`:
+/// The heads of a KV head share a selection by the mean of their bounds, unless the selection says otherwise. The paper uses pages of 16 and budgets of 256 to
+/// 4,096 keys, and full attention in the first two layers. The text form is `quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]`:
 ///
 /// ```
 /// use burn_sparse_select::{Budget, Selection};
@@ -36,13 +35,13 @@ use burn_blocksparse::OpError;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quest {
-    /// Keys of a page: 8, 16, 32, 64 or 128.
+    /// Number of keys of a page: 8, 16, 32, 64 or 128.
     pub page: usize,
-    /// Number of first layers with full attention: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
+    /// Number of first layers with full attention. A model uses it; a single layer rejects a nonzero number ([`BlockEstimator::full_first_layers`]).
     pub full_first_layers: usize,
 }
 
-/// Pages that are kept, at least.
+/// Least number of selected pages.
 const LEAST: usize = 3;
 
 pub(crate) const METHOD: Method = Method {
@@ -117,7 +116,7 @@ impl BlockEstimator for Quest {
 
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let q = call.q.clone().slice_dim(2, rows).cast(DType::F32);
-        // The larger of both products is that with the largest number where q is positive, and that with the smallest where it is negative.
+        // The larger product is the one with the maximum where q is positive, and with the minimum where q is negative.
         let signs = vec![q.clone().clamp_min(0.0), q.clamp_max(0.0)];
         let bounds = bounds(call.k.clone().cast(DType::F32), self.page);
         Ok(products(Tensor::cat(signs, 3), bounds, call.group()))
@@ -155,7 +154,7 @@ impl BlockEstimator for Quest {
     }
 }
 
-/// The largest elements of each page of keys, then the smallest, `[batch, heads, pages, 2 · dim]`.
+/// Returns the largest elements of each page of keys, then the smallest: `[batch, heads, pages, 2 · dim]`.
 fn bounds(k: Tensor<4>, page: usize) -> Tensor<4> {
     let [batch, heads, rows, dim] = k.dims();
     let whole = rows / page;

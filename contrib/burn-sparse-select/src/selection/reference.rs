@@ -1,5 +1,5 @@
-//! Steps of choices by content: blocks of rows in Burn's primitives; queries that choose blocks, and the lists of those that chose each, in loops on the
-//! host, which for CPUs is where scores are.
+//! Reference of the selection steps: block statistics in Burn's operations; per-query selection and inverse lists in loops on the host, where CPU backends have
+//! their scores anyway.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use burn_blocksparse::internal::prelude::*;
 
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 
-/// Shorter rows have no direction.
+/// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f64 = 1e-18;
 
 pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatTensor<B> {
@@ -32,7 +32,7 @@ pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatT
     Array::cat(parts, 2).0
 }
 
-/// The square of the length of the mean of directions.
+/// Computes the squared length of the mean direction, which equals the mean cosine of all pairs.
 pub(crate) fn block_self_similarity<B: Backend>(
     x: FloatTensor<B>,
     less: Option<FloatTensor<B>>,
@@ -86,7 +86,7 @@ pub(crate) fn topk_rows<B: Backend>(x: FloatTensor<B>, most: usize) -> TopKLists
     }
 }
 
-/// Of some places the `most` that have the highest numbers, by falling number: ties go to the earlier, NaN is as low as −∞.
+/// Returns the `most` indices of a range with the highest values, in descending order. Ties go to the earlier index; NaN counts as −∞.
 pub(crate) fn highest(numbers: &[f64], places: Range<usize>, most: usize) -> Vec<usize> {
     let number = |at: usize| match numbers[at].is_nan() {
         true => f64::NEG_INFINITY,
@@ -162,7 +162,7 @@ fn tensor<B: Backend>(
     B::int_from_data(TensorData::new(numbers, shape.into()), device)
 }
 
-/// The keys that queries may see, each once, ascending: on the host, which for CPUs is where lists are.
+/// Returns the visible keys, ascending and unique. Runs on the host, where CPU backends have the lists anyway.
 pub(crate) fn unique_keys<B: Backend>(keys: IntTensor<B>, call: &UniqueKeys) -> IntTensor<B> {
     let device = keys.device();
     let dims @ [_, _, seq_q, most] = keys.shape().dims();

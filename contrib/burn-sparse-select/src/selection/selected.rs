@@ -1,4 +1,4 @@
-//! Attention over what a selection chooses.
+//! Attention over the blocks that a selection chooses.
 
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
@@ -12,14 +12,14 @@ use crate::selection::sharing::GqaReduction;
 use burn_blocksparse::internal::check;
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 
-/// Options of [`attention_selected`]. [`AttentionOptions`] alone are causal ones.
+/// Options of [`attention_selected`]. Converts from [`AttentionOptions`], with `causal` true.
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct SelectedOptions {
-    /// True if queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query is at the position of the last key.
     pub causal: bool,
-    /// Options of the attention over the selection; its scale is also that of the estimate.
+    /// Options of the attention over the selection. Its scale is also that of the block scores.
     pub attention: AttentionOptions,
 }
 
@@ -42,18 +42,18 @@ impl SelectedOptions {
     blocksparse::setters! {
         /// Sets whether queries see no later keys.
         causal: bool,
-        /// Sets the options of the attention.
+        /// Sets the options of the attention over the selection.
         attention: AttentionOptions,
     }
 }
 
-/// Attention over the blocks of keys that a [`Selection`] of any method chooses by these queries and keys. Nothing is read back where kernels run.
-/// Gradients flow through the chosen pairs, not through the choice.
+/// Computes attention over the key blocks that a [`Selection`] of any method chooses for these queries and keys. Reads nothing back where kernels run.
+/// Gradients flow through the selected pairs, not through the selection.
 ///
-/// Methods by block of queries run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. For methods by
-/// query, as MoBA (Lu et al., 2025, §2.2), a layout of the forced blocks is built on the host once for each size. For the other blocks queries
-/// iterate over their lists, or are packed by the block that they chose ([`SelectedBlocks`]). The parts are merged by lse. Packing takes `places ·
-/// (head_dim + value_dim)` elements per head, with about `(k − forced) · seq_q` places: for all heads in training, otherwise for some heads at a
+/// Methods that select per block of queries run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. Methods
+/// that select per query, such as MoBA (Lu et al., 2025, §2.2), split the work: forced blocks form a layout, which is built on the host once for each size. For
+/// the other blocks, queries iterate over their lists or are packed by the block they selected ([`SelectedBlocks`]). The parts are merged by lse. Packing takes
+/// `places · (head_dim + value_dim)` elements per head, with about `(k − forced) · seq_q` places: for all heads in training, otherwise for some heads at a
 /// time, up to 2³¹ elements or one head.
 ///
 /// ```
@@ -74,11 +74,12 @@ impl SelectedOptions {
 /// ```
 ///
 /// # Shapes
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention).
+/// Those of [`sparse_attention`](burn_blocksparse::sparse_attention).
 ///
 /// # Errors
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Budget::TopK`](blocksparse::Budget::TopK) with the
-/// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
+/// Those of [`sparse_attention`](burn_blocksparse::sparse_attention) and [`Selection::choose`]. A per-query selection also fails if its rule is not
+/// [`Budget::TopK`](blocksparse::Budget::TopK) with the query's own block among the forced ones, if queries see later keys, and with ALiBi or dropout, which
+/// depend on the positions of queries.
 pub fn attention_selected(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -90,11 +91,11 @@ pub fn attention_selected(
     Ok(out)
 }
 
-/// [`attention_selected`], and lse over the chosen keys, as [`SparseAttentionCall::lse`](burn_blocksparse::SparseAttentionCall::lse) has it: `exp(lse − lse of full attention)` is
-/// the share of each query's attention that the choice keeps ([`recall`](crate::selection::recall)).
+/// Computes [`attention_selected`] and the lse over the selected keys, defined as in [`SparseAttentionCall::lse`](burn_blocksparse::SparseAttentionCall::lse).
+/// `exp(lse − lse of full attention)` is the share of each query's attention that the selection covers ([`recall`](crate::selection::recall)).
 ///
 /// # Errors
-/// As [`attention_selected`].
+/// Those of [`attention_selected`].
 pub fn attention_selected_with_lse(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -121,13 +122,13 @@ pub fn attention_selected_with_lse(
 }
 
 impl Selection {
-    /// Returns whether every query chooses for itself.
+    /// Returns whether every query selects separately.
     pub(crate) fn is_by_query(&self) -> bool {
         self.estimator.grid().query_rows == 1 && self.estimator.grid().block > 1
     }
 
-    /// Returns the blocks that each query selects in addition to the forced ones, and the queries of each block, for a selection whose queries select separately.
-    /// `None` if no query has a block to choose, or only forced ones are kept. Nothing is read back.
+    /// Returns the blocks that each query selects in addition to the forced ones, and the queries of each block. `None` if no query has a block to select, or
+    /// only forced blocks fit the budget. Reads nothing back.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -142,7 +143,7 @@ impl Selection {
     /// ```
     ///
     /// # Errors
-    /// As [`attention_selected`], and if queries choose together.
+    /// Those of [`attention_selected`]. Also if blocks of queries share a selection.
     pub fn query_lists(&self, call: &EstimateInputs) -> Result<Option<SelectedBlocks>, OpError> {
         self.check_by_query()?;
         match self.list_sizes(call)? {
@@ -151,8 +152,8 @@ impl Selection {
         }
     }
 
-    /// Attends to the blocks of [`query_lists`](Self::query_lists) and to each query's forced ones: out and lse. The lists may be those of other queries and
-    /// keys of the same sizes, as of an earlier layer. Differentiable in q, k and v.
+    /// Attends to the blocks of [`query_lists`](Self::query_lists) and to each query's forced blocks: out and lse. The lists may come from other queries and
+    /// keys of the same sizes, such as those of an earlier layer. Differentiable in q, k and v.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -170,7 +171,7 @@ impl Selection {
     /// ```
     ///
     /// # Errors
-    /// As [`attention_selected`], if queries choose together, and if the lists are of other sizes.
+    /// Those of [`attention_selected`]. Also if blocks of queries share a selection, or the lists have other sizes.
     pub fn attention(
         &self,
         q: Tensor<4>,
@@ -200,7 +201,7 @@ impl Selection {
         Ok(())
     }
 
-    /// How long the lists of a call are, and the forced blocks, once all of it fits.
+    /// Checks a call, and returns the sizes of its lists and the layout of forced blocks.
     fn prepared(
         &self,
         call: &EstimateInputs,
@@ -235,7 +236,7 @@ impl Selection {
         SelectedBlocks::new(scores, sizes.rows_at_a_time(batch * heads), sizes)
     }
 
-    /// Checks the call, and says how long its lists are.
+    /// Checks the call and returns the sizes of its lists.
     fn list_sizes(&self, call: &EstimateInputs) -> Result<Option<ListSizes>, OpError> {
         self.check_for(call)?;
         blocksparse::ensure! { OpError; call.causal => "call.causal", "true where every query chooses for itself", false; }

@@ -1,4 +1,4 @@
-//! Whether heads that share keys share a choice.
+//! Shared selection of the query heads of a KV head.
 
 use std::fmt;
 
@@ -8,18 +8,18 @@ use burn::tensor::Tensor;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum GqaReduction {
-    /// Every query head chooses for itself.
+    /// Every query head selects separately.
     #[default]
     PerHead,
-    /// The heads of a head of keys choose together, by the sum of their scores.
+    /// The query heads of a KV head share a selection by the sum of their scores.
     Sum,
-    /// By the mean.
+    /// As `Sum`, by the mean.
     Mean,
-    /// By the largest.
+    /// As `Sum`, by the maximum.
     Max,
 }
 
-/// How each is written.
+/// Text of each variant.
 pub(crate) const WORDS: [(&str, GqaReduction); 4] = [
     ("no", GqaReduction::PerHead),
     ("sum", GqaReduction::Sum),
@@ -35,7 +35,7 @@ impl fmt::Display for GqaReduction {
 }
 
 impl GqaReduction {
-    /// `[batch, heads, rows, blocks]` becomes `[batch, kv_heads, rows, blocks]`, if heads share.
+    /// Reduces `[batch, heads, rows, blocks]` to `[batch, kv_heads, rows, blocks]`, if heads share a selection.
     pub(crate) fn reduce(self, scores: Tensor<4>, group: usize) -> Tensor<4> {
         if group == 1 || self == Self::PerHead {
             return scores;
@@ -51,7 +51,7 @@ impl GqaReduction {
         scores.reshape([batch, kv_heads, rows, blocks])
     }
 
-    /// [`reduce`](Self::reduce) of `[heads][numbers]`.
+    /// Computes [`reduce`](Self::reduce) of `[heads][elements]`.
     pub(crate) fn reduce_reference(self, scores: Vec<f64>, heads: usize, group: usize) -> Vec<f64> {
         if group == 1 || self == Self::PerHead {
             return scores;

@@ -1,4 +1,4 @@
-//! Blocks by means, where blocks are alike in themselves (SpargeAttn: Zhang et al., 2025, §3).
+//! Block selection by means, for self-similar blocks (SpargeAttn: Zhang et al., 2025, §3).
 
 use std::ops::Range;
 
@@ -17,9 +17,9 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::internal::prelude::*;
 
-/// `softmax(mean(q) · mean(k) · scale)` over blocks of keys. A block's self-similarity is the mean cosine of all pairs of its rows. A block of keys
-/// below `similarity` is left out of the softmax and scores +∞: rules by probability ([`EstimateKind::Probability`]) keep it in addition to the
-/// others. A block of queries below `similarity` keeps all blocks.
+/// Scores blocks by `softmax(mean(q) · mean(k) · scale)` over key blocks. A block's self-similarity is the mean cosine of all pairs of its rows. A key block
+/// below `similarity` is left out of the softmax and scores +∞: rules by probability ([`EstimateKind::Probability`]) keep it in addition to the others. A query
+/// block below `similarity` keeps all blocks.
 ///
 /// ```
 /// use burn_sparse_select::{Always, Budget, Selection, SpargeAttn};
@@ -34,9 +34,9 @@ use burn_blocksparse::internal::prelude::*;
 pub struct SpargeAttn {
     /// Width of a block.
     pub block: usize,
-    /// The least self-similarity of a block whose mean stands for it, from −1 to 1.
+    /// Least self-similarity at which a block's mean represents it, from −1 to 1.
     pub similarity: f64,
-    /// True if keys are taken less their mean over the sequence, which no softmax over all of them notices, but similarities do.
+    /// True to subtract the mean over the sequence from the keys. This does not change a softmax over all keys, but it changes similarities.
     pub smooth: bool,
 }
 
@@ -56,11 +56,11 @@ pub(crate) const METHOD: Method = Method {
     },
 };
 
-/// Shorter rows have no direction.
+/// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f64 = 1e-18;
 
 impl SpargeAttn {
-    /// The self-similarities of the blocks of queries and of keys that a head sees, in plain f64 loops.
+    /// Computes the self-similarities of a head's query blocks and key blocks in f64 loops.
     pub fn similarities_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<f64>; 2] {
         let (b, dim) = (self.block, call.head_dim);
         let k = self.keys_reference(call, head);
@@ -69,7 +69,7 @@ impl SpargeAttn {
         [of_queries, of_keys]
     }
 
-    /// The keys that a head sees.
+    /// Returns the keys of a query head, less their mean if `smooth`.
     fn keys_reference(&self, call: &ReferenceInputs, head: usize) -> Vec<f64> {
         let mean = match self.smooth {
             true => means_reference(|j| call.key(head, j), call.seq_kv, call.seq_kv).remove(0),
@@ -102,7 +102,7 @@ impl BlockEstimator for SpargeAttn {
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
             kind: EstimateKind::Probability,
-            // The mean of a block of queries has its later ones, and that of all keys too.
+            // The mean of a block of queries includes its later queries, and the mean over the sequence all later keys.
             prefix_stable: false,
             causal_only: false,
         }
@@ -134,7 +134,7 @@ impl BlockEstimator for SpargeAttn {
         let q = call.q.clone().slice_dim(2, queries);
         let k = call.k.clone();
         let less = self.smooth.then(|| mean_of_all(k.clone()));
-        // Means of differences are differences of means.
+        // The mean of differences is the difference of means.
         let k_means = means(k.clone(), b);
         let k_means = match &less {
             Some(less) => k_means - less.clone(),
@@ -185,7 +185,7 @@ impl BlockEstimator for SpargeAttn {
     }
 }
 
-/// The mean of the cosines of all pairs of a block's rows less `less`: `[batch, heads, blocks, 1]`.
+/// Computes the mean cosine of all pairs of a block's rows, after subtracting `less`: `[batch, heads, blocks, 1]`.
 fn self_similarity(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
     let less = OptFloat::from(less.map(Tensor::into_dispatch));
     let alike = <Dispatch as SelectionOps>::block_self_similarity(x.into_dispatch(), less, block);

@@ -1,4 +1,4 @@
-//! The arguments of selections as text, read and written.
+//! Parser and writer of selections as text.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -9,17 +9,16 @@ use crate::selection::Selection;
 use crate::selection::sharing::{GqaReduction, WORDS};
 use burn_blocksparse::OpError;
 
-/// A method of selection: how it is written, and read.
+/// Text form of a method of selection.
 pub(crate) struct Method {
-    /// Beginning of its text.
+    /// Name, which starts the text.
     pub name: &'static str,
-    /// Its notation.
     pub notation: &'static str,
-    /// Reads the arguments after the name.
+    /// Parses the arguments after the name.
     pub read: fn(&mut Arguments) -> Result<Selection, OpError>,
 }
 
-/// What numbers are, as errors call it.
+/// Number types, with their names in errors.
 pub(crate) trait Number: FromStr + Display {
     const KIND: &'static str;
 }
@@ -32,7 +31,7 @@ impl Number for f64 {
     const KIND: &'static str = "a number";
 }
 
-/// The arguments of a text, read one by one: those with names may stand anywhere, the others have an order.
+/// Arguments of a text, consumed one by one. Named arguments may appear anywhere; positional ones have an order.
 pub(crate) struct Arguments<'a> {
     text: &'a str,
     notation: &'static str,
@@ -41,15 +40,15 @@ pub(crate) struct Arguments<'a> {
     count: usize,
 }
 
-/// Forced by default where a method is used on models that were trained without it: attention sinks lie in the first block, and the first queries of a block
-/// have their nearest keys in the one before it.
+/// Default forced blocks for methods that run on models trained without selection: the first block holds the attention sinks, and the first queries of a block
+/// have their nearest keys in the block before.
 pub(crate) const SINKS_AND_NEAR: Always = Always { first: 1, local: 2 };
 
-/// The rules that have a name, each with its argument's.
+/// Names of the rules that may be given by name.
 const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
 
 impl<'a> Arguments<'a> {
-    /// Arguments after a method's name in a text.
+    /// Splits the arguments after a method's name in a text.
     pub fn new(text: &'a str, behind: &'a str, notation: &'static str) -> Self {
         let parts = behind.split(',').map(str::trim);
         let parts = parts.filter(|part| !part.is_empty());
@@ -86,25 +85,25 @@ impl<'a> Arguments<'a> {
         text.parse().map_err(error)
     }
 
-    /// A number.
+    /// Parses the next positional number.
     pub fn next<T: Number>(&mut self, name: &str) -> Result<T, OpError> {
         let text = self.placed.next().ok_or_else(|| self.missing())?;
         self.number(name, text)
     }
 
-    /// A number, or what stands for it.
+    /// Parses the next positional number, or returns the default.
     pub fn next_or<T: Number>(&mut self, name: &str, default: T) -> Result<T, OpError> {
         let text = self.placed.next();
         text.map_or(Ok(default), |text| self.number(name, text))
     }
 
-    /// A number with a name, or what stands for it.
+    /// Parses a named number, or returns the default.
     pub fn named<T: Number>(&mut self, name: &str, default: T) -> Result<T, OpError> {
         let text = self.take(name);
         text.map_or(Ok(default), |text| self.number(name, text))
     }
 
-    /// Yes (1) or no (0), or what stands for it.
+    /// Parses a named flag, 0 or 1, or returns the default.
     pub fn flag(&mut self, name: &str, default: bool) -> Result<bool, OpError> {
         match self.take(name) {
             None => Ok(default),
@@ -114,7 +113,7 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// Forced blocks: `first=` and `local=`, or what stands for them.
+    /// Parses the forced blocks, `first=` and `local=`, or returns the defaults.
     pub fn forced(&mut self, default: Always) -> Result<Always, OpError> {
         Ok(Always {
             first: self.named("first", default.first)?,
@@ -127,8 +126,8 @@ impl<'a> Arguments<'a> {
         Some(self.named.remove(at).1)
     }
 
-    /// A rule: one with a name (`k=12`, `ratio=0.25`, `p=0.9` with `min=` and `max=` if wanted, `above=0.01`), or a number in its place, which `plain` makes a
-    /// rule of.
+    /// Parses a named rule (`k=12`, `ratio=0.25`, `p=0.9` with optional `min=` and `max=`, `above=0.01`), or a positional number that `plain` converts to a
+    /// rule.
     pub fn keep(&mut self, name: &str, plain: fn(f64) -> Budget) -> Result<Budget, OpError> {
         if let Some(rule) = self.named_keep()? {
             return Ok(rule);
@@ -141,7 +140,7 @@ impl<'a> Arguments<'a> {
         self.limits(rule)
     }
 
-    /// A rule with a name, if there is one.
+    /// Parses a named rule, if there is one.
     pub fn named_keep(&mut self) -> Result<Option<Budget>, OpError> {
         let mut rule = None;
         for key in RULES {
@@ -161,7 +160,7 @@ impl<'a> Arguments<'a> {
         rule.map(|rule| self.limits(rule)).transpose()
     }
 
-    /// The fewest and the most blocks of a share.
+    /// Parses the limits of the number of blocks of a top-p rule.
     fn limits(&mut self, mut rule: Budget) -> Result<Budget, OpError> {
         if let Budget::TopP { min, max, .. } = &mut rule {
             *min = self.named("min", *min)?;
@@ -170,7 +169,7 @@ impl<'a> Arguments<'a> {
         Ok(rule)
     }
 
-    /// Returns whether heads share, if it says so.
+    /// Parses how heads share a selection, if the text says so.
     pub fn gqa_reduction(&mut self) -> Result<Option<GqaReduction>, OpError> {
         let Some(text) = self.take("share") else {
             return Ok(None);
@@ -192,14 +191,14 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// A text being written: the reverse of [`Arguments`].
+/// Builder of a selection's text: the inverse of [`Arguments`].
 pub(crate) struct Written {
     text: String,
     is_first: bool,
 }
 
 impl Written {
-    /// Of a method.
+    /// Starts the text of a method.
     pub fn new(name: &str) -> Self {
         Self {
             text: name.to_owned(),
@@ -214,12 +213,12 @@ impl Written {
         self
     }
 
-    /// A number.
+    /// Appends a number.
     pub fn number(self, number: impl Number) -> Self {
         self.argument(&number.to_string())
     }
 
-    /// A rule, without its name if that is the method's own.
+    /// Appends a rule, without its name if it is the method's positional rule.
     pub fn keep(self, keep: Budget, is_plain: impl Fn(Budget) -> bool) -> Self {
         let name = |name: &str| match is_plain(keep) {
             true => String::new(),
@@ -242,7 +241,7 @@ impl Written {
         }
     }
 
-    /// A whole number with a name, where the method's default is another.
+    /// Appends a named whole number, unless it is the default.
     pub fn named_whole(self, name: &str, number: usize, default: usize) -> Self {
         match number == default {
             true => self,
@@ -250,13 +249,13 @@ impl Written {
         }
     }
 
-    /// Forced blocks, where the method's default is another.
+    /// Appends the forced blocks, unless they are the defaults.
     pub fn forced(self, forced: Always, default: Always) -> Self {
         let written = self.named_whole("first", forced.first, default.first);
         written.named_whole("local", forced.local, default.local)
     }
 
-    /// The text, with whether heads share, where the method's default is another.
+    /// Returns the text, with how heads share a selection unless that is the default.
     pub fn finish(self, sharing: GqaReduction, default: GqaReduction) -> String {
         match sharing == default {
             true => self.text,

@@ -1,4 +1,4 @@
-//! What clusters and hashes of tokens are found by: products of rows, the highest of rows, and tokens sorted by bucket.
+//! Primitives of token clustering and hashing: products of rows, top-k of rows, and tokens sorted by bucket.
 
 #[cfg(feature = "cube")]
 use crate::selection::estimator::EstimateInputs;
@@ -9,7 +9,8 @@ use crate::selection::values::QueryTiles;
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::internal::prelude::*;
 
-/// `a · bᵀ` of each head, without autodiff: of f64 in f64, of all else in f32, where kernels run also on devices that round the factors of Burn's products.
+/// Computes `a · bᵀ` of each head, without autodiff: f64 in f64, all other dtypes in f32. Where kernels run, this holds even on devices that round the factors
+/// of Burn's products.
 ///
 /// # Shapes
 /// - `a`: `[batch, heads, rows, width]`, `b`: `[batch, kv_heads, columns, width]`, of one dtype; `kv_heads` divides `heads`
@@ -20,7 +21,7 @@ pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
     if a.dtype() == DType::F64 {
         return products(a, b, group);
     }
-    // A block of one row is its own mean.
+    // A block of one row is its own mean, so the kernel of block means applies.
     #[cfg(feature = "cube")]
     {
         let rows = a.dims()[2];
@@ -34,8 +35,8 @@ pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
     products(a.cast(DType::F32), b.cast(DType::F32), group)
 }
 
-/// Tokens in the order of their buckets, those of a bucket by number: the token at each place, −1 after the last, and the place of each token. By the lists of
-/// queries that choose one block each, in tiles of one place.
+/// Sorts tokens by bucket, stable within a bucket. Returns the token at each place, −1 after the last, and the place of each token. It uses the inverse lists
+/// of queries that select one block each, in tiles of one place.
 ///
 /// # Shapes
 /// - `buckets`: `[batch, lists, length]`, each from 0 and below `count`
@@ -68,23 +69,23 @@ pub fn sort_by_bucket(
     Ok([Tensor::from_dispatch(sorted.choices), places.reshape(dims)])
 }
 
-/// The top-k of each row, and the place of each column in it, as [`topk_rows`] gives them.
+/// Top-k of each row and the index of each column in it, as returned by [`topk_rows`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct TopKRows {
-    /// The columns, ascending: i32 `[groups, rows, most]`.
+    /// Selected columns, ascending: i32 `[groups, rows, most]`.
     pub columns: Tensor<3, Int>,
-    /// Of each number of each row `row · most` and its place in the row's list, or −1: i32 `[groups, rows, columns]`.
+    /// For each element of each row `row · most` plus its index in the row's list, or −1: i32 `[groups, rows, columns]`.
     pub places: Tensor<3, Int>,
 }
 
-/// The `most` highest elements of each row: ties go to the earlier, NaN sorts last. Kernels compare in f32, and read nothing back.
+/// Returns the `most` highest elements of each row. Ties go to the earlier column; NaN sorts last. Kernels compare in f32 and read nothing back.
 ///
 /// # Shapes
 /// - `numbers`: `[groups, rows, columns]`
 ///
 /// # Errors
-/// [`OpError`] if `most` is not from 1 to the columns, there are no rows, or no feature of this crate serves the device.
+/// [`OpError`] if `most` is not from 1 to the number of columns, there are no rows, or no feature of this crate serves the device.
 pub fn topk_rows(numbers: Tensor<3>, most: usize) -> Result<TopKRows, OpError> {
     let numbers = numbers.without_autodiff();
     served(&numbers.device())?;

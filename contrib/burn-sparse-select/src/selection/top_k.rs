@@ -1,4 +1,4 @@
-//! Layouts chosen by content: the key blocks whose means score highest.
+//! Layouts of the key blocks whose means score highest.
 
 use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::Tensor;
@@ -13,12 +13,12 @@ use burn_blocksparse::internal::{checked, choose_rows, mask};
 use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{DeviceLayout, OpError};
 
-/// A layout per batch entry and head, of the key blocks that score highest for each row of query blocks: the score of a pair of blocks is
-/// `mean(q) · mean(k)` (as the block-sparse heads of MInference choose, Jiang et al., 2024). Ties go to the earlier block.
+/// Returns a layout per batch entry and head with the highest-scoring key blocks of each row of query blocks. The score of a pair of blocks is
+/// `mean(q) · mean(k)`, as in the block-sparse heads of MInference (Jiang et al., 2024). Ties go to the earlier block.
 ///
-/// The scores, `batch · heads · q_blocks · kv_blocks` numbers, are **read back to the host**, which waits for the device, and the layout is built there: choose
-/// once per sequence or per a few steps, not per layer and step; [`top_k_blocks_on_device`] waits for nothing. The choice is not
-/// differentiable; attention over the layout is.
+/// The scores, `batch · heads · q_blocks · kv_blocks` elements, are **read back to the host**, which waits for the device, and the layout is built there. Call
+/// this once per sequence or per several steps, not per layer and step; [`top_k_blocks_on_device`] does not wait. The selection is not differentiable;
+/// attention over the layout is.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -38,7 +38,7 @@ use burn_blocksparse::{DeviceLayout, OpError};
 /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other, an option is out of range, or the scores cannot be read.
+/// [`OpError`] if shapes, dtypes or devices do not match, an option is out of range, or the scores cannot be read.
 pub fn top_k_blocks(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -60,14 +60,13 @@ pub fn top_k_blocks(
     Ok(BlockLayout::stack_batch(&layouts)?)
 }
 
-/// The same layout as that of [`top_k_blocks`], made on the device: nothing is read back, so that every layer and step may choose anew. Of rows of
-/// equal scores both keep the earlier blocks.
+/// Returns the layout of [`top_k_blocks`], built on the device. Nothing is read back, so every layer and step may select anew. Both keep the earlier blocks
+/// where scores are equal.
 ///
 /// # Training
-/// Gradients of attention reach q, k and v through the pairs of the chosen blocks, as with any layout; the choice, and the scores behind
-/// it, get none. That is straight-through training in its plain form: what is chosen learns, by how well it serves. Where blocks that were
-/// not chosen should also learn, add a term whose value is 0 and whose gradient is that of a coarse attention, to the means of
-/// blocks, which is what chooses:
+/// Gradients of attention reach q, k and v through the pairs of the selected blocks, as with any layout. The selection and its scores get none. This is plain
+/// straight-through training: selected blocks learn from how well they serve. To let other blocks learn too, add a term whose value is 0 and whose gradient is
+/// that of coarse attention to the block means, which determine the selection:
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -100,10 +99,10 @@ pub fn top_k_blocks(
 /// ```
 ///
 /// # Shapes
-/// As [`top_k_blocks`].
+/// Those of [`top_k_blocks`].
 ///
 /// # Errors
-/// As [`top_k_blocks`], but for reading.
+/// Those of [`top_k_blocks`], except for reading scores.
 pub fn top_k_blocks_on_device(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -117,7 +116,7 @@ pub fn top_k_blocks_on_device(
     DeviceLayout::from_block_scores(scores, shape, options)
 }
 
-/// The sizes of the layout, which are its to check, before anything is computed with them.
+/// Returns the checked shape of the layout, before anything is computed with it.
 fn checked_shape(
     q: &Tensor<4>,
     k: &Tensor<4>,
@@ -133,7 +132,7 @@ fn check(q: &Tensor<4>, k: &Tensor<4>, options: &TopKOptions) -> Result<(), OpEr
     OpError::ensure_positive("options.k", options.k)
 }
 
-/// `[batch, heads, q_blocks, kv_blocks]`, f32. The scale changes no order.
+/// Returns the scores, f32 `[batch, heads, q_blocks, kv_blocks]`. Unscaled: the scale does not change their order.
 fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, options: &TopKOptions) -> Tensor<4> {
     let (q, k, block) = (q.detach(), k.detach(), options.block_size);
     #[cfg(feature = "cube")]

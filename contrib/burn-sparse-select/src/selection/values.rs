@@ -1,31 +1,31 @@
-//! What crosses backends of choices by content.
+//! Values of content-based selection that cross backends.
 
 use burn_blocksparse::op_values;
 
-/// Request for the highest-scoring blocks of queries.
+/// Request for the highest-scoring blocks of each query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TopKBlocks {
-    /// The position of the first query of the scores; the first key's is 0.
+    /// Position of the first query of the scores; the first key's is 0.
     pub position: i64,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
-    /// Blocks that a query takes, at most.
+    /// Upper bound of the blocks that a query selects.
     pub most: usize,
 }
 
-/// Request for the listed keys that queries see.
+/// Request for the listed keys that queries see, without duplicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UniqueKeys {
-    /// Keys that there are.
+    /// Number of keys of the sequence.
     pub seq_kv: usize,
-    /// True if a query sees none after its own position; the last query sits at the last key.
+    /// True if a query does not see keys after its own position. The last query is at the position of the last key.
     pub causal: bool,
 }
 
 impl UniqueKeys {
-    /// So many keys a query of `seq_q` sees, from the first on.
+    /// Returns how many keys a query sees, from the first on.
     pub fn seen(&self, query: usize, seq_q: usize) -> usize {
         match self.causal {
             true => (query + 1 + self.seq_kv)
@@ -36,34 +36,34 @@ impl UniqueKeys {
     }
 }
 
-/// The sizes of lists of queries.
+/// Sizes of the inverse lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QueryTiles {
-    /// Blocks of keys.
+    /// Number of key blocks.
     pub blocks: usize,
-    /// Tiles of a list, as many as all choices need.
+    /// Number of tiles of a list, enough for all selections.
     pub tiles: usize,
-    /// Places of a tile.
+    /// Number of places of a tile.
     pub tile: usize,
 }
 
 op_values! {
-    /// Queries by the blocks that they chose: i32, −1 for none.
+    /// Queries grouped by the blocks they selected: i32, −1 for empty entries.
     pub struct QueriesOfBlocks {
-        /// The place of each choice: `[batch, lists, queries, most]`.
+        /// Place of each selection: `[batch, lists, queries, most]`.
         pub places: IntTensor,
-        /// The choice at each place: `[batch, lists, tiles · tile]`.
+        /// Selection at each place: `[batch, lists, tiles · tile]`.
         pub choices: IntTensor,
-        /// The block of each tile: `[batch, lists, tiles]`.
+        /// Block of each tile: `[batch, lists, tiles]`.
         pub tile_blocks: IntTensor,
     }
 
-    /// The top-k of rows, i32.
+    /// Top-k of rows, i32.
     pub struct TopKLists {
-        /// Their columns, ascending: `[groups, rows, most]`.
+        /// Selected columns, ascending: `[groups, rows, most]`.
         pub columns: IntTensor,
-        /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
+        /// For each element `row · most` plus its index in the row's list, or −1: `[groups, rows, columns]`.
         pub places: IntTensor,
     }
 }

@@ -1,4 +1,4 @@
-//! Blocks by columns and diagonals of the last queries' attention (the vertical-slash heads of MInference: Jiang et al., 2024, §3).
+//! Block selection by columns and diagonals of the last queries' attention (the vertical-slash heads of MInference: Jiang et al., 2024, §3).
 
 use std::ops::Range;
 
@@ -20,12 +20,12 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is retained if it has one
-/// of those keys, or a pair at one of those distances. That is a superset of the pairs themselves, which
-/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) keeps exactly, by reading back what was chosen.
+/// Selects the keys, and the distances from a query back to a key, that the last queries attend to most. A block is kept for all queries if it contains one of
+/// those keys or a pair at one of those distances. That is a superset of the pairs themselves, which
+/// [`vertical_slash_layout`](crate::selection::vertical_slash_layout) keeps exactly, at the cost of reading the selection back.
 ///
-/// Its scores are 1 and 0, and [`DEFAULT_BUDGET`](Self::DEFAULT_BUDGET) is the rule that keeps the ones. Keys or distances that get equal attention are all kept or none, and
-/// those that get none are not, so that there can be fewer or more than asked for.
+/// Scores are 1 and 0, and [`DEFAULT_BUDGET`](Self::DEFAULT_BUDGET) is the rule that keeps the ones. Keys or distances of equal attention are all kept or all
+/// dropped, and those without attention are dropped, so there can be fewer or more than asked for.
 ///
 /// ```
 /// use burn_sparse_select::{Selection, VerticalSlash};
@@ -39,23 +39,23 @@ use burn_blocksparse::OpError;
 pub struct VerticalSlash {
     /// Width of a block.
     pub block: usize,
-    /// Keys that are retained, the first ones among them.
+    /// Number of selected keys, including `sinks`.
     pub columns: usize,
-    /// Distances that are retained, the shortest ones among them.
+    /// Number of selected distances, including `window`.
     pub slashes: usize,
-    /// Number of last queries that select: 64.
+    /// Number of last queries that determine the selection. Default: 64.
     pub queries: usize,
-    /// Number of first keys that are always selected: 30.
+    /// Number of first keys that are always selected. Default: 30.
     pub sinks: usize,
-    /// Number of shortest distances, from 0 on, that are always selected: 100.
+    /// Number of shortest distances, from 0 on, that are always selected. Default: 100.
     pub window: usize,
 }
 
-/// Rows of scores of 1 and 0, in which there is a 1: all that are at least a share of the largest. The share is small, so that heads that share a choice keep
-/// what one of them keeps.
+/// Budget that keeps the ones of rows of scores 1 and 0 with at least one 1: all scores of at least a share of the largest. The share is small, so that a
+/// reduction over heads keeps everything that one of them keeps.
 pub(crate) const ONES: Budget = Budget::MinP(1e-3);
 
-/// No block is forced: the estimator does.
+/// The rule forces no blocks, because the estimator does.
 const FORCED: Always = Always { first: 0, local: 0 };
 
 pub(crate) const METHOD: Method = Method {
@@ -81,10 +81,10 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl VerticalSlash {
-    /// The rule that keeps the blocks whose score is 1.
+    /// Rule that keeps the blocks of score 1.
     pub const DEFAULT_BUDGET: Budget = ONES;
 
-    /// `columns` keys and `slashes` distances by the last 64 queries, the first 30 and the shortest 100 among them.
+    /// Creates a method that selects `columns` keys and `slashes` distances by the last 64 queries, including the first 30 keys and the shortest 100 distances.
     pub fn new(block: usize, columns: usize, slashes: usize) -> Self {
         Self {
             block,
@@ -97,15 +97,15 @@ impl VerticalSlash {
     }
 
     blocksparse::setters! {
-        /// Sets how many of the last queries choose.
+        /// Sets how many of the last queries determine the selection.
         queries: usize,
-        /// Sets how many of the first keys are always retained.
+        /// Sets how many of the first keys are always selected.
         sinks: usize,
-        /// Sets how many of the shortest distances are always retained.
+        /// Sets how many of the shortest distances are always selected.
         window: usize,
     }
 
-    /// Returns the keys and distances that a head selects, in plain f64 loops.
+    /// Returns the keys and distances that a head selects, computed in f64 loops.
     pub fn lines_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<bool>; 2] {
         let [columns, distances] = line_sums_reference(call, head, self.queries);
         [
@@ -139,7 +139,7 @@ impl BlockEstimator for VerticalSlash {
     fn traits(&self) -> EstimatorTraits {
         EstimatorTraits {
             kind: EstimateKind::Probability,
-            // The last queries choose for all.
+            // The last queries select for all rows.
             prefix_stable: false,
             causal_only: true,
         }
@@ -147,7 +147,7 @@ impl BlockEstimator for VerticalSlash {
 
     fn check(&self) -> Result<(), OpError> {
         check_block(self.block)?;
-        // Every row has a block of distance 0 then, and so a score of 1.
+        // Every row then has a block at distance 0, and so a score of 1.
         for (argument, number) in [("queries", self.queries), ("window", self.window)] {
             OpError::ensure_positive(argument, number)?;
         }

@@ -1,4 +1,4 @@
-//! Choices that are cut by a layout, and by padding.
+//! Selections restricted by a layout and by padding.
 
 use std::ops::Range;
 
@@ -12,28 +12,27 @@ use crate::selection::{SelectedLayout, Selection};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{DeviceLayout, OpError};
 
-/// Candidates of a selection, if fewer than all keys or all earlier ones: for [`Selection::choose_among`].
+/// Restriction of a selection's candidates, for [`Selection::choose_among`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct Candidates<'a> {
-    /// The layout of a static pattern, with the selection's blocks.
+    /// Layout of a static pattern, with the selection's block size.
     pub layout: Option<&'a BlockLayout>,
-    /// The real positions of each batch entry; all later ones are padding.
+    /// Number of real positions of each batch entry; all later ones are padding.
     pub lengths: Option<&'a [usize]>,
 }
 
 impl<'a> Candidates<'a> {
     blocksparse::setters! {
-        /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
-        /// [`EstimateInputs::causal`] only says how blocks are scored.
+        /// Sets the layout that provides the candidates, forced blocks included. A selected block has the pairs that it has in this layout. So the layout
+        /// determines visibility, and [`EstimateInputs::causal`] only affects the scores.
         layout: Some(&'a BlockLayout),
-        /// Sets the real length of each batch entry. Padding never influences the selection;
-        /// queries that are padding see nothing.
+        /// Sets the real length of each batch entry. Padding never influences the selection; padded queries see nothing.
         lengths: Some(&'a [usize]),
     }
 
-    /// Checks that lengths are those of a call.
+    /// Checks that the lengths match a call.
     fn check(&self, [batch, seq_q, seq_kv]: [usize; 3]) -> Result<(), OpError> {
         let Some(lengths) = self.lengths else {
             return Ok(());
@@ -52,7 +51,7 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// The layout with both, if there is one. Those of recent lengths are kept with the layout without.
+    /// Returns the layout that combines both restrictions, if there is one. Layouts of recent lengths are cached with the layout that they restrict.
     fn whole(
         &self,
         known: &LayoutCache,
@@ -81,7 +80,7 @@ impl<'a> Candidates<'a> {
 }
 
 impl Selection {
-    /// [`choose`](Self::choose) from the blocks of a layout alone, of batch entries with padding, or both. Nothing is read back.
+    /// Runs [`choose`](Self::choose) restricted to the blocks of a layout, for batch entries with padding, or both. Reads nothing back.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -100,8 +99,8 @@ impl Selection {
     /// ```
     ///
     /// # Errors
-    /// As [`choose`](Self::choose); also if the layout has other sizes or blocks than the choice, or lengths are not those of the batch, longer than the
-    /// sequence, or given where queries are not the keys' positions.
+    /// Those of [`choose`](Self::choose). Also if the layout has other sizes or blocks than the selection, or if lengths do not match the batch, exceed the
+    /// sequence, or are used where queries and keys differ in number.
     pub fn choose_among(
         &self,
         call: &EstimateInputs,
@@ -124,7 +123,7 @@ impl Selection {
         Ok(SelectedLayout { layout })
     }
 
-    /// The scores of all rows, of each batch entry as if it had no padding; those of padding are 0.
+    /// Computes the scores of all rows, of each batch entry as if it had no padding. Scores of padding are 0.
     fn scores_of(
         &self,
         call: &EstimateInputs,
@@ -160,10 +159,10 @@ impl Selection {
         Ok(joined(parts, 0))
     }
 
-    /// [`choose_among`](Self::choose_among) for batch entry `entry` of the cut, in plain f64 loops on the host.
+    /// Computes [`choose_among`](Self::choose_among) for batch entry `entry` in f64 loops on the host.
     ///
     /// # Errors
-    /// As [`choose_among`](Self::choose_among).
+    /// Those of [`choose_among`](Self::choose_among).
     pub fn choose_reference_within(
         &self,
         call: &ReferenceInputs,
@@ -186,7 +185,7 @@ impl Selection {
         let patterns = scores.len() / (grid.rows() * grid.blocks()).max(1);
         let rule = self.rule();
         let entry = entry.min(whole.batch().unwrap_or(1) - 1);
-        // Who sees whom is the layout's to say.
+        // With a layout, the layout alone determines visibility.
         let seen = blocksparse::ScoreGrid {
             causal: false,
             ..grid
@@ -207,7 +206,7 @@ impl Selection {
         Ok(layout?)
     }
 
-    /// The scores of an entry of which so many positions are real.
+    /// Returns the scores of an entry with `length` real positions.
     fn scores_reference(&self, call: &ReferenceInputs, length: usize) -> Vec<f64> {
         if length == call.seq_q {
             return self.estimator.reference(call);
@@ -240,7 +239,7 @@ impl Selection {
     }
 }
 
-/// Adjacent entries of one length.
+/// Groups adjacent entries of equal length.
 fn stretches(lengths: &[usize]) -> Vec<(Range<usize>, usize)> {
     let mut stretches: Vec<(Range<usize>, usize)> = Vec::new();
     for (entry, &length) in lengths.iter().enumerate() {

@@ -1,34 +1,35 @@
-//! Scores of the keys of blocks that queries list: each block is multiplied with the queries that list it. On wgmma alone; others list the keys.
+//! Scores of the keys of blocks that queries list: each block is multiplied with the queries that list it. Only on wgmma; other devices use lists of keys.
 
 use crate::kernels::indexer::pairs::{Epilogue, PairInputs, PairSizes, PairSum, check};
 use crate::kernels::indexer::warpgroups::{BlockSums, PLACES, launch_blocks};
 use blocksparse_cubecl::on_device::{ListBuffers, ListSizes, list_queries};
 use blocksparse_cubecl::prelude::*;
 
-/// Units of a cube that names keys.
+/// Number of units of a cube of the kernel that names keys.
 const UNITS: usize = 256;
 
-/// Whether a device has a kernel for the scores of blocks of so many keys, of elements of a type.
+/// Returns whether a device has the kernel that scores blocks of `block` keys, for this element type.
 pub fn has_block_sums(client: &Client, element: ElemType, sizes: &PairSizes, block: usize) -> bool {
     check(client, element, sizes).is_ok() && BlockSums::new(client, element, sizes, block).is_some()
 }
 
-/// The queries that list each block, of slabs of as many rows each.
+/// The queries that list each block, for slabs of equally many rows.
 pub struct QueriesOfBlocks {
-    /// The choice at each place, `[slabs, tiles · PLACES]`.
+    /// Selection at each place, `[slabs, tiles · PLACES]`.
     choices: Handle,
-    /// `[slabs, tiles]`.
+    /// Block of each tile, `[slabs, tiles]`.
     tile_blocks: Handle,
-    /// Of a slab.
+    /// Number of tiles of a slab.
     tiles: usize,
     block: usize,
 }
 
 impl QueriesOfBlocks {
-    /// Of `slabs` slabs of the sizes' rows, whose rows follow each other in `lists`, i32 `[slabs · rows, listed / block]`, below 0 behind the last block of a row.
+    /// Builds the lists of `slabs` slabs with the sizes' rows, which follow each other in `lists`, i32 `[slabs · rows, listed / block]`, negative after the
+    /// last block of a row.
     ///
     /// # Errors
-    /// [`KernelError`] if there are more numbers than the device counts.
+    /// [`KernelError`] if the device cannot index the elements.
     pub fn new(
         client: &Client,
         sizes: &PairSizes,
@@ -57,11 +58,11 @@ impl QueriesOfBlocks {
     }
 }
 
-/// [`pair_sums`](crate::kernels::indexer::pair_sums) of the queries of one batch entry that are computed with the keys of the blocks that each of them lists, those
-/// of a slab: f32 `[rows, listed]`. Numbers of what is not listed are not written. Rows of inputs begin at multiples of 16 bytes.
+/// Computes [`pair_sums`](crate::kernels::indexer::pair_sums) of one slab of queries of one batch entry with the keys of the blocks that each of them lists:
+/// f32 `[rows, listed]`. Entries without a listed key are not written. Rows of inputs must be aligned to 16 bytes.
 ///
 /// # Errors
-/// [`KernelError`] if there is no such kernel ([`has_block_sums`]), or there are more numbers than the device counts.
+/// [`KernelError`] if there is no such kernel ([`has_block_sums`]), or the device cannot index the elements.
 pub fn block_sums(
     client: &Client,
     sizes: &PairSizes,
@@ -90,10 +91,10 @@ pub fn block_sums(
     launch_blocks(client, sizes, inputs, lists, epilogue, out, t)
 }
 
-/// Places in the keys of each row's blocks become those keys: `lists` i32 `[rows, most]`, `blocks` i32 `[rows, count]`.
+/// Converts indices within the keys of each row's blocks to keys: `lists` i32 `[rows, most]`, `blocks` i32 `[rows, count]`.
 ///
 /// # Errors
-/// [`KernelError`] if there are more numbers than the device counts.
+/// [`KernelError`] if the device cannot index the elements.
 pub fn keys_of_places(
     client: &Client,
     lists: &Handle,
@@ -103,7 +104,7 @@ pub fn keys_of_places(
 ) -> Result<(), KernelError> {
     let len = rows * most;
     let address = address_of(client, len.max(rows * count))?;
-    // SAFETY: a unit below `len` reads and writes its own number, and reads a block of its row's list. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit below `len` reads and writes its own entry, and reads a block of its row's list. The buffers have the lengths that `buffer` gets.
     unsafe {
         name_keys::launch_unchecked(
             client,

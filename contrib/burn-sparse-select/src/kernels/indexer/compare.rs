@@ -1,18 +1,18 @@
-//! How far the softmax of a query's scores is from the attention that it is to find.
+//! Divergence of the softmax of a query's scores from its target attention.
 
 use crate::kernels::indexer::pairs::{PairSizes, Sizes, key_of};
 use crate::kernels::selection::across_cube;
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// Below every score; the exponential of its distance to one is 0.
+/// Lower than every score; the exponential of its difference to a score is 0.
 const LOWEST: f32 = -3.0e38;
-/// Sums that are divided by are no less, nor what logarithms are taken of.
+/// Lower bound of divisors and of the arguments of logarithms.
 const LEAST: f32 = 1e-30;
-/// Columns of a cube where lists are spread.
+/// Number of columns of a cube of the kernel that spreads lists.
 const SPREAD: usize = 256;
 
-/// A cube has a query. `scores` become the gradient of its loss by them, `softmax − wanted`, and 0 where there is no key.
+/// Replaces the `scores` of each query by the gradient of its loss with respect to them, `softmax − wanted`, and 0 where there is no key. One query per cube.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn compare_rows(
     scores: &mut [f32],
@@ -26,7 +26,7 @@ fn compare_rows(
     let mut shared = Shared::<[f32]>::new_slice(comptime!(t.shared()));
     let unit = UNIT_POS as usize;
     let exists = CUBE_POS < s.batch * s.rows;
-    // Cubes beyond the last row read it and write nothing.
+    // Surplus cubes read the last row and write nothing.
     let at = CUBE_POS.min(s.batch * s.rows - 1);
     let entry = at / s.rows;
     let row = at % s.rows;
@@ -65,7 +65,7 @@ fn compare_rows(
     column = unit;
     while column < s.columns {
         let mut by_score = 0.0f32.runtime();
-        // A column that is not seen is still one of the row's.
+        // Hidden columns are written, too.
         if column < seen && key_of(&keys, entry, row, column, &s, is_listed) >= 0 {
             let score = scores[start + column];
             let share = wanted[start + column] / total;
@@ -83,23 +83,23 @@ fn compare_rows(
     }
 }
 
-/// What [`compare`] reads and writes.
+/// Buffers of [`compare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Compared<'a> {
-    /// f32 `[batch, rows, columns]`, which become the gradient of the sum of losses by them, 0 where there is no key.
+    /// Scores, f32 `[batch, rows, columns]`. Replaced by the gradient of the sum of losses with respect to them, 0 where there is no key.
     pub scores: &'a Handle,
-    /// What attention gives to keys, likewise; only its shares among the keys count.
+    /// Target attention in the same shape; only its shares among the keys count.
     pub wanted: &'a Handle,
-    /// The keys that are listed, if they are: i32 `[batch, seq_q, listed]`.
+    /// Listed keys, if keys are listed: i32 `[batch, seq_q, listed]`.
     pub keys: Option<&'a Handle>,
-    /// f32 `[batch, seq_q]`, of which those of the rows are written.
+    /// Losses, f32 `[batch, seq_q]`, of which the computed rows are written.
     pub losses: &'a Handle,
 }
 
-/// The losses of queries, `Σ t · ln(t / softmax(x))` over the keys of each, and their gradients by the scores.
+/// Computes the losses of queries, `Σ t · ln(t / softmax(x))` over the keys of each, and their gradients with respect to the scores.
 ///
 /// # Errors
-/// [`KernelError`] if there are more rows than a launch has cubes, or more numbers than the device counts.
+/// [`KernelError`] if there are more rows than a launch has cubes, or the device cannot index the elements.
 pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result<(), KernelError> {
     let rows = sizes.batch * sizes.rows[1];
     let address = address_of(
@@ -108,7 +108,7 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
     )?;
     let t = across_cube(client);
     let cubes = spread(client, rows as u64)?;
-    // SAFETY: a cube reads and writes elements of its row, which there is; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a cube reads and writes elements of its own, existing row; the buffers have the lengths that `buffer` gets.
     unsafe {
         compare_rows::launch_unchecked(
             client,
@@ -127,10 +127,10 @@ pub fn compare(client: &Client, sizes: &PairSizes, buffers: &Compared) -> Result
     Ok(())
 }
 
-/// A cube has a query: its row becomes zeros, and then has the numbers of the keys that the query lists.
+/// Fills each query's row with zeros, and then writes the numbers of the keys that the query lists. One query per cube.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: usize) {
-    // Every unit of a cube meets the barrier; a cube beyond the last row has none of its numbers.
+    // Every unit must reach the barrier; surplus cubes write nothing.
     let is_row = CUBE_POS < count;
     let row = CUBE_POS.min(count - 1);
     let columns = select(is_row, s.columns, 0usize);
@@ -152,8 +152,8 @@ fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: 
     }
 }
 
-/// Numbers of listed keys, f32 `[batch, rows, listed]`, at the places of the keys: `[batch, rows, seq_kv]`, 0 elsewhere. `keys` are i32
-/// `[batch, seq_q, listed]`, ascending, −1 behind the last.
+/// Scatters numbers of listed keys, f32 `[batch, rows, listed]`, to the positions of the keys: `[batch, rows, seq_kv]`, 0 elsewhere. `keys` are i32
+/// `[batch, seq_q, listed]`, ascending, then −1.
 pub fn spread_listed(
     client: &Client,
     sizes: &PairSizes,
@@ -165,7 +165,7 @@ pub fn spread_listed(
     let largest = count.max(sizes.elements()).max(sizes.list_elements());
     let address = address_of(client, 2 * largest)?;
     let cubes = spread(client, rows as u64)?;
-    // SAFETY: a cube reads the list and the elements of a row that there is, below `rows`, and writes that row; the buffers have the lengths they say.
+    // SAFETY: a cube reads the list and the elements of an existing row, below `rows`, and writes that row; the buffers have the lengths that `buffer` gets.
     unsafe {
         spread_rows::launch_unchecked(
             client,

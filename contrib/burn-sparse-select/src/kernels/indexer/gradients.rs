@@ -1,12 +1,12 @@
-//! The gradient of an indexer's loss through its scores. A cube has rows, which are queries by heads, or keys, and loops over what they meet, which are keys, or
-//! queries by heads: it makes their products, of these what the gradient gives each pair, and the product of that with what they meet.
+//! Gradients of an indexer's loss through its scores. A cube has rows, which are (query, head) pairs or keys, and loops over columns, which are keys or (query,
+//! head) pairs. It computes their products, the gradient of each pair from these, and multiplies it with the columns.
 //!
 //! ```text
-//! by queries   rows: (query, head)   against: keys up to the last of the queries, or those that a query lists
-//! by keys      rows: keys            against: (query, head), from the first query that sees one of the keys on
+//! by queries   rows: (query, head)   columns: keys up to the last of the queries, or the keys that a query lists
+//! by keys      rows: keys            columns: (query, head), from the first query on that sees one of the keys
 //! ```
 //!
-//! Keys are few beside what they meet, so several cubes share the mainloop of a tile of keys: each has every so many-th step of it and a sum of its own.
+//! There are few keys compared to their columns, so several cubes split the mainloop of a tile of keys. Each takes every n-th step, and has sums of its own.
 
 use crate::kernels::indexer::mma;
 use crate::kernels::indexer::pairs::{
@@ -16,25 +16,25 @@ use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// Cubes of a multiprocessor where keys are rows, and cubes that share a mainloop, at most.
+/// Target number of cubes per multiprocessor for rows of keys, and maximum number of cubes that split a mainloop.
 const KEY_CUBES: usize = 4;
 const MOST_PARTS: usize = 16;
-/// Rows of a unit.
+/// Number of rows of a unit.
 const OWN: usize = 4;
-/// Fours between two rows of what pairs get.
+/// Vectors of four from one row of pair gradients to the next.
 const PAIR_PITCH: usize = ACROSS + 1;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct GradientTile {
     width: usize,
-    /// Units down the rows.
+    /// Number of units along the rows.
     down: usize,
     by_keys: bool,
     is_listed: bool,
-    /// What is there is added to.
+    /// True to add to the existing contents of the output.
     adds: bool,
-    /// No query has a key behind its own position.
+    /// True if no query has a key after its own position.
     causal: bool,
 }
 
@@ -51,27 +51,28 @@ impl GradientTile {
         self.width.div_ceil(4)
     }
 
-    /// Fours of a row of the gradient that a unit has.
+    /// Returns the number of vectors of four of a gradient row that a unit holds.
     fn unit_fours(&self) -> usize {
         self.fours().div_ceil(ACROSS)
     }
 
-    /// Fours of columns whose rows are in shared memory at a time, in the place of what products were made of.
+    /// Returns the number of columns, in each quarter of a tile's columns, whose rows are in shared memory at a time. They reuse the memory
+    /// of the products' factors.
     fn together(&self) -> usize {
         let fit = SIDE * PITCH / (4 * self.fours());
         1 << fit.max(1).ilog2().min(ACROSS.ilog2())
     }
 }
 
-/// A row or a column of the products: a query of a head, or a key.
+/// A row or a column of the products: a (query, head) pair, or a key.
 #[derive(CubeType, Clone, Copy)]
 struct Line {
-    /// Where its numbers begin.
+    /// Offset of its first element.
     start: usize,
     is_there: bool,
 }
 
-/// The query by heads at a place: `row · heads + head`.
+/// Returns the (query, head) pair at index `row · heads + head`.
 #[cube]
 fn query_line(at: usize, entry: usize, s: &Sizes, #[comptime] width: usize) -> Line {
     let row = at / s.heads;
@@ -91,7 +92,7 @@ fn key_line(key: i32, entry: usize, s: &Sizes, #[comptime] width: usize) -> Line
     }
 }
 
-/// Copies fours of a row or a column to shared memory: of a query by heads from `q`, or of a key from `k`.
+/// Copies a vector of four of a row or a column to shared memory: of a (query, head) pair from `q`, or of a key from `k`.
 #[cube]
 fn fill_line<E: Float, N: Size>(
     q: &[Vector<E, N>],
@@ -125,7 +126,7 @@ fn gradient<E: Float, N: Size>(
     #[comptime] t: GradientTile,
     #[define(E)] _element: ElemType,
 ) {
-    // Cubes beyond the last tile read it and write nothing.
+    // Surplus cubes read the last tile and write nothing.
     let (tiles, parts) = (of_cubes.tiles, of_cubes.parts);
     let exists = CUBE_POS < tiles;
     let cube = CUBE_POS.min(tiles - 1);
@@ -139,9 +140,9 @@ fn gradient<E: Float, N: Size>(
     let unit_fours = comptime!(t.unit_fours());
     let mut entry = tile / of_cubes.row_tiles;
     let mut row0 = tile % of_cubes.row_tiles * comptime!(t.rows());
-    // The query whose keys are read, if it lists them.
+    // Query whose listed keys are read, if keys are listed.
     let mut lister = 0usize.runtime();
-    // The row behind the last one.
+    // End of the rows (exclusive).
     let mut row_end = s.rows * s.heads;
     let mut first = 0usize.runtime();
     let mut end = s.columns;
@@ -209,7 +210,7 @@ fn gradient<E: Float, N: Size>(
             multiply(&left, &right, &mut products, first_row, unit_x, OWN, ACROSS);
         }
 
-        // What pairs get.
+        // Gradients of the pairs.
         #[unroll]
         for i in 0..OWN {
             let own = row0 + unit_y * comptime!(OWN) + i;
@@ -238,7 +239,7 @@ fn gradient<E: Float, N: Size>(
             pairs[(unit_y * comptime!(OWN) + i) * comptime!(PAIR_PITCH) + unit_x] = of_pairs;
         }
 
-        // Their product with what they meet, of which some columns are in shared memory at a time.
+        // Multiplies them with the columns, a part of which is in shared memory at a time.
         let together = comptime!(t.together());
         for col0 in range_stepped(0usize, ACROSS, together) {
             sync_cube();
@@ -265,7 +266,7 @@ fn gradient<E: Float, N: Size>(
                 for j in 0..4usize {
                     #[unroll]
                     for f in 0..unit_fours {
-                        // A unit behind a row's end repeats its last four, and stores nothing of it.
+                        // A unit beyond a row's end repeats its last vector and does not store the result.
                         let four = (unit_x + comptime!(f * ACROSS)).min(comptime!(fours - 1));
                         let other = right[(comptime!(j * together) + col) * fours + four];
                         #[unroll]
@@ -280,7 +281,7 @@ fn gradient<E: Float, N: Size>(
         column0 += parts * comptime!(SIDE);
     }
 
-    // Of by keys a part has its own sums.
+    // For gradients with respect to keys each part has its own sums.
     let part_start = part * s.batch * s.seq_kv * width;
 
     #[unroll]
@@ -307,7 +308,7 @@ fn gradient<E: Float, N: Size>(
         }
     }
     if comptime!(!t.by_keys) {
-        // Over the units of a row, in the place of what pairs got.
+        // Reduces over the units of a row, in the shared memory of the pair gradients.
         let mut by_weights = by_weights.clone().unwrap();
         sync_cube();
         let mut own_sums = Vector::<f32, Four>::zeroed();
@@ -334,7 +335,7 @@ fn gradient<E: Float, N: Size>(
     }
 }
 
-/// A row of the gradient.
+/// Returns a row of the gradient.
 #[cube]
 fn row_line(own: usize, end: usize, entry: usize, s: &Sizes, #[comptime] t: GradientTile) -> Line {
     if comptime!(t.by_keys) {
@@ -343,13 +344,13 @@ fn row_line(own: usize, end: usize, entry: usize, s: &Sizes, #[comptime] t: Grad
         let line = query_line(own, entry, s, t.width);
         Line {
             start: line.start,
-            // Rows behind a query that lists keys are another's.
+            // Rows after those of a listing query belong to another query.
             is_there: line.is_there && own < end,
         }
     }
 }
 
-/// What rows meet, by its column.
+/// Returns what a column refers to.
 #[cube]
 fn column_line(
     keys: &ComptimeOption<Box<[i32]>>,
@@ -369,14 +370,14 @@ fn column_line(
     }
 }
 
-/// What gradients are made of, and where they go.
+/// Inputs of the gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct IndexerGradients<'a> {
     /// The index, whose keys have one head.
     pub inputs: PairInputs<'a>,
-    /// By scores: f32 `[batch, rows, columns]`, 0 where there is no key.
+    /// Gradients with respect to scores: f32 `[batch, rows, columns]`, 0 where there is no key.
     pub by_scores: &'a Handle,
-    /// What scores are multiplied by, and the loss.
+    /// Factor of the scores times that of the loss.
     pub factor: f64,
 }
 
@@ -395,8 +396,8 @@ impl IndexerGradients<'_> {
         let largest = q.max(k).max(out.1).max(sizes.elements());
         let address = address_of(client, largest.max(2 * tiles))?;
         let cubes = spread(client, tiles as u64)?;
-        // SAFETY: a unit reads rows of queries and keys that there are, and numbers of pairs that there are; it writes its own numbers of rows that there are. Lists
-        // hold keys of the sequence or numbers below 0. The buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads existing rows of queries and keys and existing entries of pairs; it writes its own elements of existing rows. Lists hold keys of
+        // the sequence or negative numbers. The buffers have the lengths that `buffer` gets.
         unsafe {
             gradient::launch_unchecked(
                 client,
@@ -421,10 +422,11 @@ impl IndexerGradients<'_> {
     }
 }
 
-/// The gradients by the queries and weights that are computed, in f32 tensors of all of them: `[batch, heads, seq_q, width]` and `[batch, heads, seq_q]`.
+/// Computes the gradients with respect to the computed queries and their weights, in f32 tensors of all queries: `[batch, heads, seq_q, width]` and
+/// `[batch, heads, seq_q]`.
 ///
 /// # Errors
-/// As [`check`]'s, or if there are more tiles than a launch has cubes.
+/// Those of [`check`], or if there are more tiles than a launch has cubes.
 pub fn by_queries(
     client: &Client,
     sizes: &PairSizes,
@@ -435,7 +437,7 @@ pub fn by_queries(
     let [_, rows] = sizes.rows;
     let is_listed = sizes.listed.is_some();
     let heads = sizes.heads[0];
-    // A query that lists keys has tiles of its own.
+    // A query that lists keys has its own tiles.
     let (lines, groups) = match is_listed {
         true => (heads, sizes.batch * rows),
         false => (rows * heads, sizes.batch),
@@ -469,7 +471,7 @@ pub fn by_queries(
     gradients.launch(client, sizes, t, tiles, out, Some(by_weights))
 }
 
-/// In how many parts [`by_keys`] is to be made, to keep a device busy.
+/// Returns the number of parts for [`by_keys`] that keeps a device busy.
 pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
     let known = client.properties().hardware.num_streaming_multiprocessors;
     let cubes = sizes.batch * sizes.seq[1].div_ceil(SIDE);
@@ -481,8 +483,8 @@ pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
         .min(steps.max(1))
 }
 
-/// The gradient by the keys that the queries which are computed give, f32 `[parts, batch, 1, seq_kv, width]`, in so many parts that are to be added: they are added
-/// to what is there, if it `adds`. Of all keys, not of lists; `causal` says that no query has a number for a key behind its position.
+/// Computes the gradient with respect to keys from the computed queries, f32 `[parts, batch, 1, seq_kv, width]`, in `parts` parts that the caller adds. With
+/// `adds` it accumulates onto the output. It covers all keys, not lists; `causal` means that no query has an entry for a key after its position.
 pub fn by_keys(
     client: &Client,
     sizes: &PairSizes,

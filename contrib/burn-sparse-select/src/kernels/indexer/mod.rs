@@ -1,18 +1,18 @@
-//! The indexer of DeepSeek sparse attention: its scores, and what it learns by. On any CubeCL runtime, with products in f32; of half precision on tensor cores
-//! where there are some.
+//! The indexer of DeepSeek sparse attention: its scores, selections and loss. On any CubeCL runtime, with products in f32; half precision runs on tensor cores
+//! where available.
 //!
 //! ```text
-//! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed; what is added up of them, and
-//!            what becomes of the sums
-//! rows       rows of numbers in shared memory, and their products
-//! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
-//! blocks     the same of the keys of blocks that queries list, where warpgroups make them
-//! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own
-//! compare    of each query how far the softmax of its scores is from the attention, and the gradient with respect to the scores
-//! gradients  that gradient through the scores: by queries and weights, or by keys
-//! mma        sums and gradients of half precision on tensor cores
-//! warpgroups sums of many heads on wgmma
-//! rounding   rows rotated and rounded to 8 bits, and such rows in bytes
+//! pairs        sizes and inputs of a call: all visible pairs or listed ones, the sum over heads, its epilogue
+//! rows         rows in shared memory, and their products
+//! sums         sum over heads for each pair: index scores, or attention weights
+//! blocks       index scores of the keys of blocks that queries list, on wgmma
+//! top_k        keys of the highest scores of each query
+//! top_k_parts  the same for a few long rows, split over cubes
+//! compare      loss of each query: attention against the softmax of its scores; gradient with respect to the scores
+//! gradients    gradients with respect to queries and weights, or to keys
+//! mma          sums and gradients of half precision on mma.sync
+//! warpgroups   sums of many heads on wgmma
+//! rounding     rows rotated and rounded to 8 bits, and packed as bytes
 //! ```
 //!
 //! ```text
@@ -21,7 +21,7 @@
 //! by q    = Σ_j g · w · [q · k > 0] · k        by w = Σ_j g · relu(q · k)        by k = Σ_i Σ_u g · w · [q · k > 0] · q
 //! ```
 //!
-//! Products are made again where they are needed: of numbers for pairs only `x` and `t` are in memory, of some queries at a time. Every number has one writer
+//! Products are recomputed where they are needed. Of all numbers per pair only `x` and `t` are stored, for some queries at a time. Every element has one writer
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
 mod blocks;

@@ -1,33 +1,32 @@
-//! What a call is of: pairs, what is added up of them, and what becomes of the sums.
+//! Inputs of a call: pairs of queries and keys, the sums over heads, and their epilogue.
 
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, SIDE};
 use blocksparse_cubecl::arch::ptx::exp2;
 use blocksparse_cubecl::prelude::*;
 
-/// Elements of a query or a key, at most.
+/// Maximum number of elements of a query or a key.
 pub const MOST_WIDTH: usize = 256;
 
-/// Queries of several heads, some of them at a time, and keys. The last query sits at the last key.
+/// Sizes of queries with several heads, of which a range is computed at a time, and of keys. The last query is at the position of the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PairSizes {
-    /// Batch entries.
     pub batch: usize,
-    /// Heads of queries, and of keys, which divide them.
+    /// Number of heads of queries and of keys; the latter divides the former.
     pub heads: [usize; 2],
-    /// Queries and keys.
+    /// Number of queries and keys.
     pub seq: [usize; 2],
-    /// Elements of a query or a key.
+    /// Number of elements of a query or a key.
     pub width: usize,
-    /// The first query that is computed, and how many are.
+    /// First computed query and number of computed queries.
     pub rows: [usize; 2],
-    /// How many keys a query lists, if it lists any.
+    /// Number of keys that a query lists, if keys are listed.
     pub listed: Option<usize>,
-    /// Keys that have numbers, from the first on, if none are listed: sums need none for keys that no query sees, gradients need all.
+    /// Number of keys with entries, from the first on, without lists. Sums need none for keys that no query sees; gradients need all.
     pub keys: usize,
 }
 
 impl PairSizes {
-    /// Of queries `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]`.
+    /// Creates the sizes of queries `[batch, heads, seq_q, width]` and keys `[batch, kv_heads, seq_kv, width]`.
     pub fn new(
         [batch, heads, seq_q, width]: [usize; 4],
         [_, kv_heads, seq_kv, _]: [usize; 4],
@@ -45,27 +44,27 @@ impl PairSizes {
         }
     }
 
-    /// Elements of a query: one for each key that has some, or for each that is listed.
+    /// Returns the number of entries of a query: one per key with an entry, or per listed key.
     pub fn columns(&self) -> usize {
         self.listed.unwrap_or(self.keys)
     }
 
-    /// Elements of all queries that are computed.
+    /// Returns the number of entries of all computed queries.
     pub fn elements(&self) -> usize {
         self.batch * self.rows[1] * self.columns()
     }
 
-    /// Elements of all keys that they list.
+    /// Returns the number of elements of all lists.
     pub(crate) fn list_elements(&self) -> usize {
         self.batch * self.seq[0] * self.listed.unwrap_or(0)
     }
 
-    /// Elements of queries and of keys.
+    /// Returns the number of elements of queries and of keys.
     pub(crate) fn inputs(&self) -> [usize; 2] {
         [0, 1].map(|at| self.batch * self.heads[at] * self.seq[at] * self.width)
     }
 
-    /// Elements of weights, or of sums of exponentials.
+    /// Returns the number of elements of weights or of lse.
     pub(crate) fn row_elements(&self) -> usize {
         self.batch * self.heads[0] * self.seq[0]
     }
@@ -86,16 +85,16 @@ impl PairSizes {
     }
 }
 
-/// How cubes share a gradient.
+/// Distribution of a gradient over cubes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct SharedGradient {
-    /// Tiles of a query that lists keys, or of a batch entry,
+    /// Number of tiles of a listing query or of a batch entry.
     pub row_tiles: usize,
-    /// and of all.
+    /// Number of all tiles.
     pub tiles: usize,
-    /// Cubes that share a mainloop.
+    /// Number of cubes that split a mainloop.
     pub parts: usize,
-    /// Of the gradient.
+    /// Factor of the gradient.
     pub factor: f32,
 }
 
@@ -114,13 +113,13 @@ pub(crate) struct Sizes {
 
 #[cube]
 impl Sizes {
-    /// The position of a query, by its place among those that are computed.
+    /// Returns the position of the `row`-th computed query.
     pub fn position(&self, row: usize) -> usize {
         self.start + row + self.seq_kv - self.seq_q
     }
 }
 
-/// The key of a column of a query: the column itself, or what is listed there, which is none if it is below 0.
+/// Returns the key of a query's column: the column itself, or the listed key, which is absent if negative.
 #[cube]
 pub(crate) fn key_of(
     keys: &ComptimeOption<Box<[i32]>>,
@@ -138,40 +137,40 @@ pub(crate) fn key_of(
     }
 }
 
-/// Keys in bytes, for kernels that take them.
+/// Keys in fp8, for kernels that read them.
 #[derive(Clone, Debug)]
 pub struct KeyBytes {
     /// `[batch, seq_kv, width]`
     pub(crate) numbers: Handle,
-    /// What elements of a key are multiplied by, `[batch, seq_kv]`.
+    /// Factors of the elements of each key, `[batch, seq_kv]`.
     pub(crate) scales: Handle,
 }
 
 /// Contiguous tensors of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct PairInputs<'a> {
-    /// Of q and k: f32, f16 or bf16.
+    /// Type of q and k: f32, f16 or bf16.
     pub element: ElemType,
     /// `[batch, heads, seq_q, width]`
     pub q: &'a Handle,
     /// `[batch, kv_heads, seq_kv, width]`
     pub k: &'a Handle,
-    /// Of each query and head a number, f32 `[batch, heads, seq_q]`: an indexer's weights, or attention's lse.
+    /// Number per query and head, f32 `[batch, heads, seq_q]`: an indexer's weights, or attention's lse.
     pub of_rows: &'a Handle,
-    /// i32 `[batch, seq_q, listed]`, −1 behind the last, if keys are listed.
+    /// i32 `[batch, seq_q, listed]`, −1 after the last, if keys are listed.
     pub keys: Option<&'a Handle>,
-    /// The keys in bytes, where queries and keys are what [`round_rows`](crate::kernels::indexer::round_rows) made and a kernel takes them so.
+    /// Keys in fp8, if queries and keys come from [`round_rows`](crate::kernels::indexer::round_rows) and a kernel reads them in this form.
     pub bytes: Option<&'a KeyBytes>,
 }
 
 impl PairInputs<'_> {
-    /// Elements of a load.
+    /// Returns the number of elements of a vector load.
     pub(crate) fn vector(&self, client: &Client, width: usize) -> usize {
         vector(client, self.element, width, [self.q, self.k])
     }
 }
 
-/// Elements of a load of contiguous rows of such a width.
+/// Returns the number of elements of a vector load of contiguous rows of this width.
 pub(crate) fn vector(
     client: &Client,
     element: ElemType,
@@ -187,7 +186,7 @@ pub(crate) fn vector(
     [4, 2, 1].into_iter().find(fits).unwrap_or(1)
 }
 
-/// That a device has cubes of so many units, and elements of a type.
+/// Checks that a device has cubes of `units` units, and the element type.
 pub(crate) fn check_device(
     client: &Client,
     element: ElemType,
@@ -208,10 +207,10 @@ pub(crate) fn check_device(
     }
 }
 
-/// That a device runs these kernels for elements of a type and such sizes.
+/// Checks that a device runs these kernels for this element type and these sizes.
 ///
 /// # Errors
-/// [`KernelError`] if its cubes are too small, it lacks the type, queries are wider than [`MOST_WIDTH`], or there are more numbers than kernels count.
+/// [`KernelError`] if its cubes are too small, it lacks the type, queries are wider than [`MOST_WIDTH`], or kernels cannot index the elements.
 pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<(), KernelError> {
     let units = ACROSS * ACROSS;
     check_device(client, element, units, "units of a cube that scores keys")?;
@@ -219,7 +218,7 @@ pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<()
         let what = "numbers of a query";
         return Err(KernelError::limit(what, MOST_WIDTH as u32, sizes.width));
     }
-    // Of what the gradients hold at once.
+    // Shared memory of the gradient kernels, in vectors of four.
     let fours = 2 * SIDE * (DEPTH + 1) + SIDE * (ACROSS + 1);
     let available = client.properties().hardware.max_shared_memory_size;
     let bytes = 16 * fours;
@@ -239,32 +238,32 @@ pub fn check(client: &Client, element: ElemType, sizes: &PairSizes) -> Result<()
     }
 }
 
-/// What is added.
+/// Kind of sum over heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum PairSum {
-    /// `factor · Σ w · relu(q · k)`, and the highest number for so many keys up to a query's own; also of later keys, if `all` are wanted: otherwise their numbers
-    /// say nothing, or are not written.
+    /// `factor · Σ w · relu(q · k)`, and the highest number for the last `near` keys up to a query's own. Entries of later keys are only computed if `all` is
+    /// true; otherwise they are unspecified or not written.
     Scores {
-        /// What sums are multiplied by.
+        /// Factor of the sums.
         factor: f64,
-        /// Keys up to a query's own that have no score.
+        /// Number of keys up to a query's own that get the highest number instead of a score.
         near: usize,
-        /// Whether later keys count.
+        /// True to include later keys.
         all: bool,
     },
-    /// `Σ exp(scale · q · k − lse) / heads`, and 0 for keys behind a query's position.
+    /// `Σ exp(scale · q · k − lse) / heads`, and 0 for keys after a query's position.
     Weights {
-        /// What products are multiplied by.
+        /// Factor of the products.
         scale: f64,
     },
 }
 
-/// What sums meet in the end.
+/// Parameters of the epilogue of sums.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Epilogue {
-    /// What scores are multiplied by, or products.
+    /// Factor of scores, or of products.
     pub factor: f64,
-    /// The number of near keys.
+    /// Number that near keys get.
     pub highest: f32,
     pub near: usize,
 }
@@ -275,7 +274,7 @@ impl Epilogue {
             PairSum::Scores { factor, near, .. } => (*factor, *near),
             PairSum::Weights { scale } => (*scale, 0),
         };
-        // No key is nearer than the one after the last.
+        // Near keys are at most all keys.
         let near = near.min(sizes.seq[1]);
         let highest = match near {
             0 => 0.0,
@@ -288,7 +287,7 @@ impl Epilogue {
         }
     }
 
-    /// As kernels have it.
+    /// Returns the parameters as a launch argument.
     pub(crate) fn ending(&self, is_weights: bool) -> EndingLaunch {
         let factor = match is_weights {
             true => self.factor * std::f64::consts::LOG2_E,
@@ -298,16 +297,16 @@ impl Epilogue {
     }
 }
 
-/// What becomes of sums.
+/// Parameters of the epilogue of sums, in a kernel.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Ending {
-    /// What scores are multiplied by; or products, of an exponential to base 2.
+    /// Factor of scores, or of products in a base-2 exponential.
     pub factor: f32,
     pub highest: f32,
     pub near: usize,
 }
 
-/// What a head gives a pair. What a row has of lse is in powers of 2 here.
+/// Returns the term of a head for a pair. For weights, `of_row` is a base-2 lse.
 #[cube]
 pub(crate) fn term(
     product: f32,
@@ -322,7 +321,7 @@ pub(crate) fn term(
     }
 }
 
-/// The number of a pair whose heads give `sum`.
+/// Returns the entry of a pair from the sum over heads.
 #[cube]
 pub(crate) fn finished(
     sum: f32,

@@ -1,8 +1,8 @@
-//! Rows rotated by a Hadamard matrix and rounded to numbers of 8 bits times a power of two of each row, on any CubeCL runtime.
+//! Rows rotated by a Hadamard matrix and rounded to fp8 times a power of two per row, on any CubeCL runtime.
 //!
-//! Rotated, what is large in few elements of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
-//! rows as they were. Numbers have the row's dtype, which holds them as they are, so whatever multiplies them makes the same scores. GPUs of
-//! compute capability 9.0 also have them in bytes: E4M3, with a scale a row.
+//! The rotation spreads large elements over the whole row, which reduces the rounding error. Products of rotated queries and keys equal those of the original
+//! rows. Rounded elements keep the row's dtype, which represents them exactly, so every matmul computes the same scores. GPUs of compute capability 9.0 also
+//! use them in bytes: E4M3, with a scale per row.
 
 use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 
@@ -12,39 +12,39 @@ use blocksparse_cubecl::arch::ptx::{four_bytes, highest_across};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::{INFINITY, nearest_e4m3};
 
-/// Bits of a number that is none.
+/// Bits of NaN.
 const NAN: u32 = 0x7fc0_0000;
 
-/// Elements of a row that a unit has.
+/// Number of elements of a row that a unit has.
 const OWN: usize = 8;
 const UNITS: usize = 256;
 
-/// The exponent, as f32 has it, of a row's scale, as [`HadamardFp8::round`] has it, of the bits of the row's largest number without its sign.
+/// Returns the f32 exponent of a row's scale as in [`HadamardFp8::round`], from the bits of the row's largest absolute value.
 #[cube]
 pub(crate) fn scale_exponent(largest: u32) -> u32 {
-    // 448 is 1.75 · 2⁸.
+    // The largest E4M3 number, 448, is 1.75 · 2⁸.
     let is_above = (largest & 0x7f_ffff) > 0x60_0000;
     let exponent = (largest >> 23u32) + select(is_above, 1u32, 0u32);
     max(exponent, 9u32) - 8u32
 }
 
-/// What a row's numbers are divided by is a power of two of this exponent. What they are multiplied by is no number, if the largest is none.
+/// Returns the row's scale, a power of two with this exponent. It is NaN if the largest absolute value is infinite or NaN.
 #[cube]
 pub(crate) fn scale_of(exponent: u32, largest: u32) -> f32 {
     f32::reinterpret(select(largest < INFINITY, exponent << 23u32, NAN.runtime()))
 }
 
-/// What a row's numbers are multiplied by before they are rounded.
+/// Returns the reciprocal of the scale, by which elements are multiplied before rounding.
 #[cube]
 pub(crate) fn inverse_of(exponent: u32) -> f32 {
     f32::reinterpret((254u32 - exponent) << 23u32)
 }
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Rounding {
     width: usize,
-    /// Whether units of a plane trade numbers, and whether by PTX.
+    /// True if units exchange elements by plane shuffles, and if these are PTX.
     planes: bool,
     ptx: bool,
 }
@@ -59,28 +59,28 @@ impl Rounding {
         }
     }
 
-    /// Numbers that units trade through shared memory.
+    /// Returns the number of elements that units exchange through shared memory.
     fn shared(&self) -> usize {
         if self.planes { 1 } else { OWN * UNITS }
     }
 
-    /// Units of a row.
+    /// Returns the number of units of a row.
     fn pieces(&self) -> usize {
         self.width / OWN
     }
 
-    /// Rows of a cube.
+    /// Returns the number of rows of a cube.
     fn rows(&self) -> usize {
         UNITS / self.pieces()
     }
 
-    /// Distances of pieces that are added to each other, as powers of two.
+    /// Returns the number of butterfly stages between units.
     fn stages(&self) -> usize {
         self.pieces().ilog2() as usize
     }
 }
 
-/// Numbers of the unit whose piece differs by a power of two, which lie beside each other in the cube.
+/// Returns the elements of the partner unit at a power-of-two distance, which is adjacent in the cube.
 #[cube]
 fn others(
     own: &Array<f32>,
@@ -111,7 +111,7 @@ fn others(
     theirs
 }
 
-/// The larger of two numbers without their signs, as their bits are: NaN is above all.
+/// Returns the larger absolute value by comparing bits, so NaN is the largest.
 #[cube]
 fn larger(x: f32, y: f32) -> f32 {
     let (x, y) = (
@@ -121,7 +121,7 @@ fn larger(x: f32, y: f32) -> f32 {
     f32::reinterpret(max(x, y))
 }
 
-/// `x` and `out` are `[rows, width]`. Rotated numbers are multiplied by `factor`.
+/// Rotates and rounds rows. `x` and `out` are `[rows, width]`. Rotated elements are multiplied by `factor`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn round<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -131,12 +131,12 @@ fn round<E: Float, N: Size>(
     #[comptime] t: Rounding,
     #[define(E)] _dtype: ElemType,
 ) {
-    // Each unit's numbers are one row of units apart, and so in banks of their own.
+    // Elements of a unit are `UNITS` apart, so units access different banks.
     let mut shared = Shared::<[f32]>::new_slice(comptime!(t.shared()));
     let unit = UNIT_POS as usize;
     let piece = unit % comptime!(t.pieces());
     let row = CUBE_POS * comptime!(t.rows()) + unit / comptime!(t.pieces());
-    // Of rows behind the last the last one is made again.
+    // Units after the last row repeat it.
     let source = row.min(rows - 1) * comptime!(t.width) + piece * OWN;
     let mut own = Array::<f32>::new(OWN);
     let vector = N::value();
@@ -148,7 +148,7 @@ fn round<E: Float, N: Size>(
             own[comptime!(line * vector + i)] = f32::cast_from(numbers.extract(i));
         }
     }
-    // Distances within the unit's numbers, then those of units.
+    // Butterfly stages within a unit, then between units.
     #[unroll]
     for stage in 0..3usize {
         let distance = comptime!(1usize << stage);
@@ -168,11 +168,11 @@ fn round<E: Float, N: Size>(
         let theirs = others(&own, &mut shared, OWN, distance, t);
         #[unroll]
         for i in 0..OWN {
-            // Products with a sign are exact, so one rounding or two give the same.
+            // Products with a sign are exact, so a fused multiply-add gives the same result.
             own[i] = own[i] * sign + theirs[i];
         }
     }
-    // Bits of numbers without a sign are in their order, and NaN is above all.
+    // Without the sign, float bits compare like the floats, and NaN is the largest.
     let mut most = Array::<f32>::new(1usize);
     most[0] = 0.0f32;
     #[unroll]
@@ -202,10 +202,10 @@ fn round<E: Float, N: Size>(
     }
 }
 
-/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`HadamardFp8::round`] does. Of f16 what is below 2⁻²⁴ is lost.
+/// Rotates and rounds contiguous rows of f32, f16 or bf16, `[rows, width]`, as [`HadamardFp8::round`] does. f16 loses numbers below 2⁻²⁴.
 ///
 /// # Errors
-/// [`KernelError`] if the device has no such numbers, its cubes are too small, rows of such a width are not [taken](HadamardFp8::takes), or there are more than a
+/// [`KernelError`] if the device lacks the type, its cubes are too small, the width is not [supported](HadamardFp8::takes), or there are more rows than a
 /// launch has cubes for.
 pub fn round_rows(
     client: &Client,
@@ -224,7 +224,7 @@ pub fn round_rows(
     let numbers = rows * width;
     let address = address_of(client, numbers)?;
     let cubes = spread(client, rows.div_ceil(t.rows()) as u64)?;
-    // SAFETY: a unit reads numbers of rows that there are, and writes its own of a row that there is.
+    // SAFETY: a unit reads elements of existing rows and writes its own elements of an existing row.
     unsafe {
         round::launch_unchecked(
             client,
@@ -243,7 +243,7 @@ pub fn round_rows(
     Ok(())
 }
 
-/// That a device rounds rows of elements of a type and a width.
+/// Checks that a device rounds rows of this element type and width.
 pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
     check_device(client, element, UNITS, "units of a cube that rounds rows")?;
     if !HadamardFp8::takes(width) {
@@ -253,14 +253,14 @@ pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Resul
     Ok(())
 }
 
-/// Warps of a cube, and rows of each, which are all on their way before the first is looked at.
+/// Number of warps of a cube, and of rows of each, which are all loaded before the first is used.
 const WARPS: usize = 8;
 const ROWS: usize = 4;
-/// Numbers of a lane, which are a load: rows have 128.
+/// Number of elements of a lane, which are one load: rows have 128.
 pub(crate) const PACKED: usize = 4;
 const LANES: usize = 32;
 
-/// Which rows are packed: those of some queries, head by head.
+/// Rows to pack: those of some queries, with their heads.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Rows {
     heads: usize,
@@ -270,8 +270,8 @@ struct Rows {
     count: usize,
 }
 
-/// `x` is `[batch, heads, seq, 128]`; bytes, `[batch, rows, heads, 128]`, and scales, `[batch, rows, heads]`, are of the rows from `start` on. Scales are
-/// multiplied by `of_rows`, `[batch, heads, seq]`, if there are some.
+/// Converts rounded rows to bytes and scales. `x` is `[batch, heads, seq, 128]`. Bytes `[batch, rows, heads, 128]` and scales `[batch, rows, heads]` cover the
+/// rows from `start` on. Scales are multiplied by `of_rows`, `[batch, heads, seq]`, if present.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn pack<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -326,7 +326,7 @@ fn pack<E: Float, N: Size>(
     }
 }
 
-/// The row of `x` of one that is packed; of those behind the last the last one's.
+/// Returns the row of `x` of a packed row; rows after the last repeat it.
 #[cube]
 fn place(row: usize, r: &Rows) -> usize {
     let row = row.min(r.count - 1);
@@ -334,7 +334,7 @@ fn place(row: usize, r: &Rows) -> usize {
     (query / r.rows * r.heads + row % r.heads) * r.seq + r.start + query % r.rows
 }
 
-/// The keys of a call in bytes.
+/// Packs the keys of a call in fp8.
 pub(crate) fn pack_keys(
     client: &Client,
     sizes: &PairSizes,
@@ -351,7 +351,7 @@ pub(crate) fn pack_keys(
     Ok(KeyBytes { numbers, scales })
 }
 
-/// The queries of a call in bytes, with their scales times what they have in `of_rows`, and room for `more` of these behind the last.
+/// Packs the queries of a call in fp8. Their scales are multiplied by `of_rows`, and their buffer has space for `more` further scales.
 pub(crate) fn pack_queries(
     client: &Client,
     sizes: &PairSizes,
@@ -372,7 +372,7 @@ struct PackedRows {
     batch: usize,
     heads: usize,
     seq: usize,
-    /// The first, and how many.
+    /// First row and number of rows.
     rows: [usize; 2],
 }
 
@@ -397,7 +397,7 @@ impl PackedRows {
         let scales = client.empty((count + more) * 4);
         let address = address_of(client, all.max(count) * LANES * PACKED)?;
         let cubes = spread(client, count.div_ceil(WARPS * ROWS) as u64)?;
-        // SAFETY: a unit reads elements of a row that there is, and writes its own. The buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads elements of an existing row and writes its own. The buffers have the lengths that `buffer` gets.
         unsafe {
             pack::launch_unchecked(
                 client,

@@ -1,20 +1,20 @@
-//! Rows of numbers in shared memory, four numbers to a place, and their products.
+//! Rows in shared memory as vectors of four, and their products.
 
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::simt::gather::load_four;
 
-/// Units across a tile's columns, of which each has every so many-th.
+/// Number of units across a tile's columns. Unit i has every `ACROSS`-th column from i on.
 pub(crate) const ACROSS: usize = 16;
-/// Columns of a tile, and of a gradient's tile also rows, at most.
+/// Number of columns of a tile, and maximum number of rows of a gradient's tile.
 pub(crate) const SIDE: usize = 64;
-/// Fours of a row that are in shared memory at a time.
+/// Number of vectors of four of a row in shared memory at a time.
 pub(crate) const DEPTH: usize = 4;
-/// Fours between two rows there: odd, so that neighbouring rows lie in different banks.
+/// Vectors from one row to the next in shared memory: odd, so that adjacent rows use different banks.
 pub(crate) const PITCH: usize = DEPTH + 1;
 
-/// Copies a four of a row to a place in shared memory: zeros of what is not there.
+/// Copies a vector of four of a row to shared memory, or zeros if the row is absent.
 #[cube]
 pub(crate) fn fill<E: Float, N: Size>(
     source: &[Vector<E, N>],
@@ -32,7 +32,7 @@ pub(crate) fn fill<E: Float, N: Size>(
     shared[place] = value;
 }
 
-/// Adds the products of a unit's `own` rows with its four columns, of as many fours as there are in shared memory.
+/// Accumulates the products of a unit's `own` rows with its four columns, over the depth that is in shared memory.
 #[cube]
 pub(crate) fn multiply(
     left: &Shared<[Vector<f32, Four>]>,

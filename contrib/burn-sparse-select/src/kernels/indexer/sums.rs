@@ -1,7 +1,8 @@
-//! Of each pair of a query and a key the sum over heads, in f32 on any device; in half precision on tensor cores where there are some (`mma`). A cube has some queries and some keys, or one query and some that it lists; a unit has four keys and
-//! eight rows of products, which are the heads of as few queries as fit, so that no other unit has a part of its sums.
+//! Sums over heads for each pair of a query and a key, in f32 on any device; half precision runs on tensor cores where available (`mma`). A cube has some
+//! queries and some keys, or one query and some of its listed keys. A unit has four keys and eight rows of products. The rows are the heads of as few queries
+//! as possible, so no other unit shares its sums.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use crate::kernels::indexer::pairs::{
@@ -14,23 +15,23 @@ use crate::kernels::indexer::{mma, warpgroups};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// Rows of products of a unit.
+/// Number of rows of products of a unit.
 const OWN: usize = 8;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct SumTile {
-    /// Elements of a query or a key.
+    /// Number of elements of a query or a key.
     width: usize,
-    /// Units across keys and down queries.
+    /// Number of units along keys and along queries.
     across: usize,
     down: usize,
-    /// Rows of a unit, and the heads of a query among them.
+    /// Number of rows of a unit, and of heads of a query among them.
     own: usize,
     heads: usize,
     is_listed: bool,
     is_weights: bool,
-    /// Keys behind a query's position count.
+    /// True to include keys after a query's position.
     all: bool,
 }
 
@@ -86,7 +87,7 @@ fn sums<E: Float, N: Size>(
     keys: ComptimeOption<Box<[i32]>>,
     out: &mut [f32],
     s: Sizes,
-    // Tiles of keys, of queries, and all.
+    // Number of tiles along keys, along queries, and of all.
     column_tiles: usize,
     row_tiles: usize,
     tiles: usize,
@@ -94,7 +95,7 @@ fn sums<E: Float, N: Size>(
     #[comptime] t: SumTile,
     #[define(E)] _element: ElemType,
 ) {
-    // Cubes beyond the last tile make it again.
+    // Surplus cubes repeat the last tile.
     let tile = CUBE_POS.min(tiles - 1);
     let column0 = tile % column_tiles * comptime!(t.columns());
     let row0 = tile / column_tiles % row_tiles * comptime!(t.queries());
@@ -120,7 +121,7 @@ fn sums<E: Float, N: Size>(
     if comptime!(!t.is_listed && !t.all) && !is_seen {
         parts = 0usize.runtime();
     }
-    // Behind the end of a list there are no keys.
+    // Tiles after the end of a list have no keys.
     if comptime!(t.is_listed) {
         if key_of(&keys, entry, row0, column0, &s, true) < 0i32 {
             parts = 0usize.runtime();
@@ -217,10 +218,10 @@ fn sums<E: Float, N: Size>(
     }
 }
 
-/// Sums over the heads of the pairs of the queries that are computed, into f32 `[batch, rows, columns]`. Behind the end of a list some are not written.
+/// Computes the sums over heads of the pairs of the computed queries: f32 `[batch, rows, columns]`. Some entries after the end of a list are not written.
 ///
 /// # Errors
-/// As [`check`]'s, or if there are more tiles than a launch has cubes.
+/// Those of [`check`], or if there are more tiles than a launch has cubes.
 pub fn pair_sums(
     client: &Client,
     sizes: &PairSizes,
@@ -249,8 +250,8 @@ pub fn pair_sums(
     let [q, k] = sizes.inputs();
     let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
-    // SAFETY: a unit reads rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the sequence
-    // or numbers below 0. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads existing rows of queries and keys, and writes its own entries of existing rows and columns; lists hold keys of the sequence or
+    // negative numbers. The buffers have the lengths that `buffer` gets.
     unsafe {
         sums::launch_unchecked(
             client,
@@ -267,7 +268,7 @@ pub fn pair_sums(
             column_tiles,
             row_tiles,
             tiles,
-            // Exponentials are natural ones here.
+            // This kernel uses natural exponentials.
             epilogue.ending(false),
             t,
             inputs.element,
@@ -276,8 +277,8 @@ pub fn pair_sums(
     Ok(())
 }
 
-/// The keys of calls in bytes, if queries and keys are what [`round_rows`](crate::kernels::indexer::round_rows) made and a kernel makes such sums of them: of bytes there are twice
-/// as many products a cycle.
+/// Packs the keys in fp8, if queries and keys come from [`round_rows`](crate::kernels::indexer::round_rows) and a kernel computes these sums in fp8, which has
+/// twice the matmul throughput.
 ///
 /// # Errors
 /// [`KernelError`] if there are more keys than a launch has cubes for.

@@ -1,6 +1,6 @@
-//! The keys of the highest scores of each query.
+//! Keys of the highest scores of each query.
 //!
-//! Long rows have a cube each ([`radix_select`](blocksparse_cubecl::primitives::radix_select)), few long ones several
+//! Rows have a cube each ([`radix_select`](blocksparse_cubecl::primitives::radix_select)); if there are only a few long ones, several
 //! ([`top_k_parts`](crate::kernels::indexer::top_k_parts)).
 
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
@@ -11,12 +11,12 @@ use crate::kernels::indexer::top_k_parts::{
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{ListPlace, RadixTile, list_top_k, vector_of};
 
-/// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.
+/// Row lengths are multiples of this where hidden keys are left out, which keeps loads aligned.
 const ALIGNED: usize = 32;
 
 impl TopKKeys {
-    /// Queries whose numbers are in memory at a time, `numbers` of them at most unless one query has more. Of keys behind all positions of such queries there are
-    /// no numbers, so that many of the first queries fit.
+    /// Splits the queries into slabs whose scores are in memory at a time, at most `numbers` unless a single query has more. Keys that no query of a slab sees
+    /// have no scores, so the first slabs have many queries.
     pub fn slabs(&self, all: &PairSizes, numbers: usize) -> Vec<PairSizes> {
         let [seq_q, seq_kv] = all.seq;
         let keys = |end: usize| match self.seen {
@@ -27,7 +27,7 @@ impl TopKKeys {
         let mut slabs = Vec::new();
         let mut start = 0;
         while start < seq_q {
-            // The most that fit.
+            // Bisects for the largest number of rows that fits.
             let (mut rows, mut limit) = (1, seq_q - start);
             while rows < limit {
                 let middle = (rows + limit).div_ceil(2);
@@ -78,12 +78,12 @@ fn top_k<N: Size>(
     fill_list(lists, &row, &of, t);
 }
 
-/// Of the queries that are computed the keys of the `most` highest scores among those that each sees, ascending, −1 behind the last: of equal ones the earlier,
-/// and NaN is the lowest. `scores` are f32 `[batch, rows, columns]`, `lists` i32 `[batch, seq_q, most]`, of which those of the rows are written; `seen`, if queries
-/// see others than those up to their positions, is i32 `[batch or 1, seq_q]`: so many keys, from the first on. Contiguous.
+/// Returns the keys of the `most` highest scores among those that each computed query sees, ascending, then −1; ties in favor of the earlier, NaN lowest.
+/// `scores` are f32 `[batch, rows, columns]`; `lists` are i32 `[batch, seq_q, most]`, of which the computed rows are written. `seen`, i32
+/// `[batch or 1, seq_q]`, is the number of keys that each query sees; without it, those up to its position. Contiguous.
 ///
 /// # Errors
-/// As [`RadixTile::new`], or if there are more rows than a launch has cubes or more numbers than the device counts.
+/// Those of [`RadixTile::new`], or if there are more rows than a launch has cubes, or the device cannot index the elements.
 pub fn top_k_keys(
     client: &Client,
     sizes: &PairSizes,
@@ -109,8 +109,8 @@ pub fn top_k_keys(
     if let Some(parts) = Parts::new(client, rows, columns) {
         return top_k_parts::launch(&launch, rows, parts);
     }
-    // SAFETY: a cube reads elements of its row, and how many it sees, and writes its own list: no more than `most` keys of it. The buffers have the lengths they
-    // say (see `buffer`).
+    // SAFETY: a cube reads elements of its row and its number of visible keys, and writes its own list of at most `most` keys. The buffers have the lengths
+    // that `buffer` gets.
     unsafe {
         top_k::launch_unchecked(
             client,
@@ -142,7 +142,7 @@ mod tests {
         )
     }
 
-    /// Every query is in one slab, which has numbers for all keys that it sees, and no more of them than there may be.
+    /// Every query is in one slab, which has entries for all keys that it sees and stays within the bound.
     #[test]
     fn slabs_have_all_queries() {
         for seen in [None, Some(1)] {
@@ -177,7 +177,7 @@ mod tests {
         of.seen.is_some() && slab.columns() == slab.seq[1]
     }
 
-    /// Half as many slabs as where all have numbers for all keys.
+    /// Leaving out hidden keys halves the number of slabs.
     #[test]
     fn slabs_leave_out_what_none_sees() {
         let mut of = TopKKeys {

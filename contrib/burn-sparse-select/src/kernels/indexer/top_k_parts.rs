@@ -1,16 +1,16 @@
-//! Top-k of few long rows, whose parts are cubes' own.
+//! Top-k of a few long rows, which are split over cubes.
 //!
-//! One cube to a row reads 131,072 numbers three times in 106 µs, while all other multiprocessors are idle. So a launch for each digit counts those of each
-//! part, and one more lists each part's numbers:
+//! A single cube per row reads 131,072 numbers three times in 106 µs, while all other multiprocessors idle. So one launch per digit counts the digits of each
+//! part, and a last launch lists each part's selection:
 //!
 //! ```text
-//! level 0, 1, 2   the digit of the level before, of what all parts counted; then the counts of this level's digits in the cube's own part
-//! list            the last digit; how many are selected in the parts before; the numbers of the cube's own part
+//! level 0, 1, 2   find the digit of the level before from the counts of all parts; count this level's digits in the cube's own part
+//! list            find the last digit; count the selected numbers of earlier parts; list those of the cube's own part
 //! ```
 //!
-//! Every cube of a row finds the same digits from the same counts, and the first writes them for the launches after the next.
+//! Every cube of a row finds the same digits from the same counts, and the first cube stores them for later launches.
 
-// A kernel's numbers have no such methods.
+// Kernel arrays have no such methods.
 #![allow(clippy::manual_memcpy, clippy::needless_range_loop)]
 
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
@@ -23,28 +23,29 @@ use blocksparse_cubecl::shared::bins::Bins;
 use blocksparse_cubecl::shared::order_key::{INFINITE, key};
 use blocksparse_cubecl::shared::unit_sums::before_and_all;
 
-/// Elements of a part, at least.
+/// Least number of elements of a part.
 const PART: usize = 8192;
-/// Parts of the shortest row that is cut: of 32,768 numbers four launches take 19 µs for 27 where they are replayed; below that they save nothing.
+/// Number of parts of the shortest row that is split. For 32,768 numbers, four graph-replayed launches take 19 µs instead of 27; below that splitting saves
+/// nothing.
 const FEWEST_PARTS: usize = 4;
-/// Parts of a row, at most: a cube adds up what all of them counted.
+/// Maximum number of parts of a row: a cube sums the counts of all of them.
 const MOST_PARTS: usize = 32;
-/// So many times as many rows as are cut, at most, are multiprocessors.
+/// Rows are split if the multiprocessors are at least this many times the rows.
 const FEW: usize = 2;
-/// Multiprocessors of a device that does not say.
+/// Number of multiprocessors assumed for devices that do not report it.
 const MULTIPROCESSORS: usize = 16;
 
-/// How rows are cut.
+/// Split of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parts {
-    /// Elements of a part, a multiple of what units of a cube look at together.
+    /// Number of elements of a part, a multiple of what the units of a cube read at a time.
     len: usize,
-    /// Parts of a row.
+    /// Number of parts of a row.
     count: usize,
 }
 
 impl Parts {
-    /// How so many rows of so many numbers are cut, if they are few and long.
+    /// Returns the split of `rows` rows of `columns` elements, if they are few and long.
     pub fn new(client: &Client, rows: usize, columns: usize) -> Option<Self> {
         let known = client.properties().hardware.num_streaming_multiprocessors;
         Self::of(
@@ -66,7 +67,7 @@ impl Parts {
     }
 }
 
-/// What the levels before `level` found, of which the last is found here. Every unit of the cube gets here.
+/// Returns the threshold of the levels before `level`. The last of these is found here. Every unit of the cube must call this.
 #[cube]
 fn known_before(
     counts: &mut [u32],
@@ -114,7 +115,7 @@ fn known_before(
     threshold
 }
 
-/// Counts the digits of a level in the elements of each part, `[level][row][part][digit]`.
+/// Counts the digits of a level in each part, `[level][row][part][digit]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn count_parts<N: Size>(
     scores: &[Vector<u32, N>],
@@ -151,7 +152,7 @@ fn count_parts<N: Size>(
     }
 }
 
-/// Lists the elements of each part behind those of the parts before.
+/// Lists the selection of each part after those of the parts before.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn list_parts<N: Size>(
     scores: &[Vector<u32, N>],
@@ -179,7 +180,7 @@ fn list_parts<N: Size>(
         DIGITS,
         t,
     );
-    // What the parts before have: of each level that was needed the numbers of higher digits, and of the last those of the digit itself.
+    // Number of selected elements in the parts before: at each level those with higher digits, and at the last level also those with equal digits.
     let mut above = 0u32.runtime();
     let mut equal = 0u32.runtime();
     #[unroll]
@@ -207,7 +208,7 @@ fn list_parts<N: Size>(
     }
     let (_, above) = before_and_all(above, &mut partial, 0usize, t.sums);
     let (_, mut equal) = before_and_all(equal, &mut partial, 1usize, t.sums);
-    // Where all are selected nothing was counted.
+    // If all elements are selected, nothing was counted.
     if threshold.known == 0u32 {
         equal = row.span.begin.min(row.keys) as u32;
     }
@@ -232,7 +233,7 @@ fn list_parts<N: Size>(
     }
 }
 
-/// [`top_k_keys`](crate::kernels::indexer::top_k_keys) of rows that are cut.
+/// Runs [`top_k_keys`](crate::kernels::indexer::top_k_keys) on split rows.
 pub(crate) fn launch(
     of: &Launch,
     rows: usize,
@@ -246,8 +247,8 @@ pub(crate) fn launch(
     let address = of.address(numbers)?;
     let dim = CubeDim::new_1d(t.units as u32);
     for level in 0..DIGITS {
-        // SAFETY: a cube reads elements of its row, how many it sees and what launches before have counted and found, and writes its own part's counts, and
-        // what it found as all cubes of its row do; the buffers have the lengths they say (see `buffer`).
+        // SAFETY: a cube reads elements of its row, its number of visible keys, and results of previous launches. It writes the counts of its own part, and its
+        // row's digits, which are the same from all cubes of the row. The buffers have the lengths that `buffer` gets.
         unsafe {
             count_parts::launch_unchecked(
                 client,
@@ -266,7 +267,7 @@ pub(crate) fn launch(
             );
         }
     }
-    // SAFETY: as above, and it writes places of its row's list: of all parts together no more than `most`.
+    // SAFETY: as above; a cube also writes its part's entries of its row's list, at most `most` over all parts.
     unsafe {
         list_parts::launch_unchecked(
             client,
@@ -288,52 +289,52 @@ pub(crate) fn launch(
     Ok(())
 }
 
-/// What is selected for queries whose scores are there.
+/// Parameters of a selection by scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopKKeys {
-    /// Keys of a query's list.
+    /// Number of keys of a query's list.
     pub most: usize,
-    /// Keys up to the last that a query sees that count as the highest.
+    /// Number of last visible keys that count as the highest.
     pub near: usize,
-    /// Batch entries of how many keys queries see, 1 or all: none, if they see those up to their own positions.
+    /// Number of batch entries of `seen`, 1 or all. `None` if queries see the keys up to their own positions.
     pub seen: Option<usize>,
 }
 
-/// What of a query's keys is selected, in a kernel.
+/// Parameters of a selection, in a kernel.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct RowArgs {
-    /// Keys of a query's list.
+    /// Number of keys of a query's list.
     pub most: usize,
-    /// Keys up to the last that a query sees that count as the highest.
+    /// Number of last visible keys that count as the highest.
     near: usize,
-    /// Numbers of `seen` between batch entries, which may share them.
+    /// Elements of `seen` from one batch entry to the next, 0 if they share them.
     seen_step: usize,
-    /// Parts of a row, and numbers of each.
+    /// Number of parts of a row, and of elements of a part.
     pub parts: usize,
     len: usize,
 }
 
-/// A row of scores, and the part of it that a cube has.
+/// A row of scores, and the cube's part of it.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Row {
-    /// Among those that are computed.
+    /// Index among the computed rows.
     pub at: usize,
     pub part: usize,
-    /// Keys that the query sees.
+    /// Number of keys that the query sees.
     pub keys: usize,
-    /// The numbers of the cube's own part.
+    /// Elements of the cube's part.
     pub span: Span,
-    /// Where the row's list begins.
+    /// Offset of the row's list.
     pub into: usize,
     pub scores: ScoreKeys,
 }
 
-/// Scores as keys: those of near keys are the highest.
+/// Scores as sort keys; near keys are the highest.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct ScoreKeys {
-    /// The row's first vector.
+    /// Index of the row's first vector.
     start: usize,
-    /// From which number on all count as the highest.
+    /// Index from which on elements count as the highest.
     first_near: usize,
 }
 
@@ -355,7 +356,7 @@ pub(crate) fn row_of(
     of: &RowArgs,
     #[comptime] width: usize,
 ) -> Row {
-    // Cubes beyond the last part make it again.
+    // Surplus cubes repeat the last part.
     let cube = CUBE_POS.min(s.batch * s.rows * of.parts - 1);
     let at = cube / of.parts;
     let part = cube % of.parts;
@@ -386,7 +387,7 @@ pub(crate) fn row_of(
     }
 }
 
-/// −1 behind the last key of a row's list.
+/// Writes −1 after the last key of a row's list.
 #[cube]
 pub(crate) fn fill_list(lists: &mut [i32], row: &Row, of: &RowArgs, #[comptime] t: RadixTile) {
     let mut at = row.keys.min(of.most) + UNIT_POS as usize;
@@ -396,7 +397,7 @@ pub(crate) fn fill_list(lists: &mut [i32], row: &Row, of: &RowArgs, #[comptime] 
     }
 }
 
-/// What of a call is told to a launch.
+/// Arguments of a launch.
 pub(crate) struct Launch<'a> {
     pub client: &'a Client,
     pub sizes: &'a PairSizes,
@@ -404,12 +405,12 @@ pub(crate) struct Launch<'a> {
     pub scores: &'a Handle,
     pub lists: &'a Handle,
     pub seen: Option<&'a Handle>,
-    /// Elements of a vector.
+    /// Number of elements of a vector load.
     pub vector: usize,
 }
 
 impl Launch<'_> {
-    /// Numbers of all lists.
+    /// Returns the number of elements of all lists.
     pub fn out(&self) -> usize {
         self.sizes.batch * self.sizes.seq[0] * self.of.most
     }
@@ -418,7 +419,7 @@ impl Launch<'_> {
         self.of.seen.unwrap_or(0) * self.sizes.seq[0]
     }
 
-    /// How a launch that has so many numbers beside those of the call indexes them.
+    /// Returns the index type of a launch with `others` elements in further buffers.
     pub fn address(&self, others: usize) -> Result<AddressType, KernelError> {
         let own = self.sizes.elements().max(self.out()).max(self.of_seen());
         address_of(self.client, own.max(others))
@@ -432,7 +433,7 @@ impl Launch<'_> {
         optional(self.seen, self.of_seen())
     }
 
-    /// Of rows that are cut into so many parts of so many numbers.
+    /// Returns launch arguments for rows that are split into `parts` parts of `len` elements.
     pub fn top_k(&self, parts: usize, len: usize) -> RowArgsLaunch {
         let seen_step = match self.of.seen {
             Some(entries) if entries > 1 => self.sizes.seq[0],
@@ -446,7 +447,7 @@ impl Launch<'_> {
 mod tests {
     use super::*;
 
-    /// Few long rows are cut into parts that have all of their numbers, none of them none, and no row of many is.
+    /// Few long rows are split into non-empty parts that cover all elements; many rows are not split.
     #[test]
     fn few_long_rows_are_cut() {
         for columns in (1..400_000).step_by(977).chain([1 << 20, 1 << 24]) {

@@ -1,4 +1,4 @@
-//! Attention by blocks: which calls are attended to so, and the launches.
+//! Attention by blocks: which calls it serves, and its launches.
 
 use crate::kernels::listed::launch::by_blocks;
 use crate::kernels::listed::lists::PlacedLists;
@@ -15,35 +15,36 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::scales;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
-/// Bytes of the parts of outputs that are there at a time, unless one list has more, and of one list at most.
+/// Upper bound of the bytes of output parts in memory at a time; a single list may exceed it, up to `MOST`.
 const AT_A_TIME: usize = 1 << 32;
 const MOST: usize = 1 << 34;
 
-/// Tiles of a cube at most, so that a block is read for few, and cubes of a multiprocessor at least, so that what the last of them leave idle is little.
+/// Maximum number of tiles of a cube, which reads a block once for its consecutive tiles, and least number of cubes per multiprocessor, which keeps the tail of
+/// a launch small.
 const MOST_TILES: usize = 8;
 const CUBES: usize = 16;
 
-/// Units of a cube that merges.
+/// Number of units of a cube of the merge.
 const UNITS: usize = 256;
 
-/// What a pass of a call runs that goes by blocks.
+/// A pass of a call by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByBlock {
     request: ListedRequest,
     tile: BlockTile,
-    /// What makes dK and dV, in the backward pass.
+    /// Tile of dK and dV in the backward pass.
     keys: Option<Tile>,
-    /// Lists whose parts are there at a time.
+    /// Number of lists whose parts are in memory at a time.
     lists: usize,
-    /// Tiles of a cube.
+    /// Number of tiles of a cube.
     run: usize,
 }
 
 impl ByBlock {
-    /// Of the forward or the backward pass of a call that [`Mainloops`](super::Mainloops) take.
+    /// Plans the forward or the backward pass of a call that [`Mainloops`](super::Mainloops) serve.
     ///
     /// # Errors
-    /// Why the device's kernels do not take the call so.
+    /// The reason why the device's kernels do not serve it this way.
     pub fn new(
         properties: &DeviceProperties,
         request: ListedRequest,
@@ -94,12 +95,12 @@ impl ByBlock {
         })
     }
 
-    /// Places of a list.
+    /// Returns the number of places of a list.
     fn places(&self) -> usize {
         self.request.tiles * self.request.tile
     }
 
-    /// What it is, and its kernels, as plans print it.
+    /// Returns the lines of the plan's text.
     pub(crate) fn lines(&self) -> Vec<String> {
         let (rows, what) = (self.request.rows(), self.request.listed_things());
         let name = if self.tile.backward { "dQ" } else { "forward" };
@@ -121,7 +122,7 @@ impl ByBlock {
     }
 }
 
-/// As [`forward`](crate::kernels::listed::forward).
+/// Runs [`forward`](crate::kernels::listed::forward) by blocks.
 pub fn forward_by_block(
     client: &Client,
     plan: &ByBlock,
@@ -133,13 +134,13 @@ pub fn forward_by_block(
 ) -> Result<(), KernelError> {
     check_inputs(&inputs, scale)?;
     let [q, k, v] = inputs;
-    // A pass that is no gradient's reads no gradient.
+    // The forward pass reads no gradient; q is a placeholder.
     let to = [outputs.out, outputs.lse];
     launch(client, plan, [q, k, v, q], lists, to, scale, carry);
     Ok(())
 }
 
-/// As [`backward`](crate::kernels::listed::backward).
+/// Runs [`backward`](crate::kernels::listed::backward) by blocks.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_by_block(
     client: &Client,
@@ -163,7 +164,8 @@ pub fn backward_by_block(
     Ok(())
 }
 
-/// Parts of some lists at a time, added to what is `to` be written with `carry`: the output and its lse, or dQ, beside lse and delta of each row.
+/// Computes the parts of some lists at a time, and merges them into the output and its lse, or dQ. With `carry` they are added to the existing contents. For
+/// dQ, `of_rows` holds lse and delta of each row.
 fn launch(
     client: &Client,
     plan: &ByBlock,
@@ -191,7 +193,7 @@ fn launch(
     let rows = plan.lists * places * tile.heads;
     let parts = client.empty(rows * tile.out_dim() * 2);
     let out_rows = request.all_rows();
-    // Of parts, or of rows.
+    // Per part, or per row.
     let (logs, log_count, row_count) = match tile.backward {
         true => (of_rows.clone(), 2 * out_rows, 2 * out_rows),
         false => (client.empty(rows * size_of::<f32>()), rows, out_rows),
@@ -199,9 +201,9 @@ fn launch(
     for first in (0..all).step_by(plan.lists) {
         let count = plan.lists.min(all - first);
         let units = count * request.seq_q * tile.heads * pieces;
-        // SAFETY: a cube reads the places of its tiles, rows of the queries that they name, which are below their number, and keys below the length in the
-        // strides; it writes rows of its own places. A unit of a row that there is reads parts at places of its query, and writes that row. The buffers have
-        // the lengths they say (see `buffer`).
+        // SAFETY: a cube reads the places of its tiles, rows of the queries there, which are below their number, and keys below the length in the strides; it
+        // writes rows of its own places. A unit of an existing row reads parts at places of its query, and writes that row. The buffers have the lengths that
+        // `buffer` gets.
         unsafe {
             block::by_block::launch_unchecked(
                 client,

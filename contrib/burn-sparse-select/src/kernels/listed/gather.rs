@@ -1,6 +1,6 @@
-//! What a mainloop reads: the rows of its query, and the keys and values that a list names, a few steps ahead.
+//! Loads of a mainloop: the rows of its query, and the keys and values of its list, a few steps ahead.
 
-// What is known at compile time stays apart from what is not; kernels have no `div_ceil`.
+// Compile-time conditions stay separate from runtime ones; kernels have no `div_ceil`.
 #![allow(clippy::collapsible_if, clippy::manual_div_ceil)]
 
 use cubecl::prelude::*;
@@ -14,26 +14,26 @@ use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 /// The list of a query.
 #[derive(CubeType, Clone, Copy)]
 pub struct QueryList {
-    /// Its first number.
+    /// Index of its first entry.
     pub first: usize,
-    /// How many there are.
+    /// Number of entries.
     pub most: u32,
-    /// Keys of the sequence.
+    /// Number of keys of the sequence.
     pub len: u32,
 }
 
-/// The keys and values of a head.
+/// Addresses of the keys and values of a head.
 #[derive(CubeType, Clone, Copy)]
 pub struct Sources {
     /// Addresses of the first key and the first value.
     pub keys: u64,
     pub values: u64,
-    /// Pieces of 16 bytes between positions.
+    /// Pieces of 16 bytes from one position to the next.
     pub key_stride: u64,
     pub value_stride: u64,
 }
 
-/// What a cube's mainloop begins with.
+/// State of a cube's mainloop.
 #[derive(CubeType, Clone, Copy)]
 pub struct ListMainloop {
     batch: u32,
@@ -44,7 +44,7 @@ pub struct ListMainloop {
     pub sources: Sources,
 }
 
-/// The mainloop of the cube's query.
+/// Returns the mainloop of the cube's query.
 #[cube]
 pub fn list_mainloop(
     seq_q: u32,
@@ -64,7 +64,7 @@ pub fn list_mainloop(
     list_mainloop_of(query, list, k, v, slice, t.heads)
 }
 
-/// The mainloop of a query over a list.
+/// Returns the mainloop of a query over a list.
 #[cube]
 pub fn list_mainloop_of(
     query: u32,
@@ -85,7 +85,7 @@ pub fn list_mainloop_of(
     }
 }
 
-/// The keys and values of a head.
+/// Returns the sources of a head.
 #[cube]
 pub fn sources_of(k: &Input, v: &Input, batch: u32, kv_head: u32) -> Sources {
     Sources {
@@ -96,7 +96,7 @@ pub fn sources_of(k: &Input, v: &Input, batch: u32, kv_head: u32) -> Sources {
     }
 }
 
-/// The query's row of the first head that shares the list, among those of all batch entries and heads.
+/// Returns the row of the query in the first head that shares the list, over all batch entries and heads.
 #[cube]
 pub fn first_of_heads(
     mainloop: &ListMainloop,
@@ -122,14 +122,14 @@ pub fn copy_query(
     copy_own(target, first, tensor.strides.head, dim, rows, tile);
 }
 
-/// The address of the query's row of the first head that shares the list.
+/// Returns the address of the query's row in the first head that shares the list.
 #[cube]
 pub fn rows_of_query(tensor: &Input, mainloop: &ListMainloop) -> u64 {
     let first = first_row(tensor, mainloop.batch, mainloop.first_head);
     first + u64::cast_from(mainloop.query) * tensor.strides.row * 16
 }
 
-/// Starts to copy all steps that have room but one; the positions of the step behind them.
+/// Starts to copy as many steps as fit the ring, less one. Returns the positions of the step after them.
 #[cube]
 pub fn fill_ring(
     base: u32,
@@ -146,14 +146,14 @@ pub fn fill_ring(
     listed_position(lists, &mainloop.list, ahead.runtime(), t)
 }
 
-/// Steps of a list.
+/// Returns the number of steps of a list.
 #[cube]
 pub fn steps_of(list: &QueryList, #[comptime] t: MainloopTile) -> u32 {
     let cols = comptime!(t.inner.cols as u32);
     (list.most * comptime!(t.block as u32) + cols - 1) / cols
 }
 
-/// The position of the lane's key of step `j`, or [`NOWHERE`]. All warps have the same ones.
+/// Returns the position of the lane's key of step `j`, or [`NOWHERE`]. It is the same in all warps.
 #[cube]
 pub fn listed_position(
     lists: &[i32],
@@ -165,7 +165,7 @@ pub fn listed_position(
     position_of_key(lists, list, flat, comptime!(t.block as u32))
 }
 
-/// The position of a key of a list, of whose numbers each names `block` neighbouring ones, or [`NOWHERE`].
+/// Returns the position of a key of a list whose entries stand for `block` adjacent keys each, or [`NOWHERE`].
 #[cube]
 pub fn position_of_key(lists: &[i32], list: &QueryList, flat: u32, #[comptime] block: u32) -> u32 {
     let entry = flat / block;
@@ -180,7 +180,7 @@ pub fn position_of_key(lists: &[i32], list: &QueryList, flat: u32, #[comptime] b
     position
 }
 
-/// Starts to copy the keys and values at the lanes' positions to a stage, and says there which of them exist. Ends a group of copies.
+/// Starts to copy the keys and values at the lanes' positions to a stage, and stores a bit mask of those that exist. Commits a cp.async group.
 #[cube]
 pub fn copy_listed(
     base: u32,
@@ -222,7 +222,7 @@ pub fn copy_listed(
     commit_copies();
 }
 
-/// Starts to copy so many rows of a head, by so many units, of which row `r` is at the position of lane `r`.
+/// Starts to copy `rows` rows of a head by `units` units. Row `r` is at the position of lane `r`.
 #[cube]
 pub fn copy_of_lanes(
     target: u32,
@@ -237,7 +237,7 @@ pub fn copy_of_lanes(
 ) {
     let pieces = comptime!(t.words(dim) / 4);
     let total = comptime!(rows * pieces);
-    // After so many copies of all units the same pieces come again, in later rows.
+    // After this many copies of all units the same pieces repeat in later rows.
     let period = comptime!(period_of(pieces, units));
     #[unroll]
     for i in 0..comptime!(total.div_ceil(units)) {
@@ -258,7 +258,7 @@ pub fn copy_of_lanes(
     }
 }
 
-/// Copies of all units after which pieces repeat.
+/// Returns the number of copies of all units after which pieces repeat.
 fn period_of(pieces: usize, units: usize) -> usize {
     let (mut a, mut b) = (pieces, units);
     while b > 0 {
@@ -292,10 +292,10 @@ pub fn copy_own(
     }
 }
 
-/// What a stage says where all keys of its step exist: with fewer of them than lanes the others repeat them.
+/// Mask of a stage in which all keys exist. With fewer keys than lanes, the other lanes repeat them.
 pub const ALL: u32 = u32::MAX;
 
-/// Gives `score` to the unit's pairs with keys that do not exist.
+/// Sets the unit's logits of missing keys to `score`.
 #[cube]
 pub fn hide(
     s: &mut Array<Vector<f32, Four>>,

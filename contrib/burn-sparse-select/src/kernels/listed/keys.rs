@@ -1,15 +1,16 @@
-//! The gradients with respect to keys and values: a cube has up to 64 keys of a block, and loops over the queries that chose it, with all heads that share the list.
+//! Gradients with respect to keys and values. A cube has up to 64 keys of a block, and loops over the queries that selected it, with all heads that share the
+//! list.
 //!
 //! ```text
 //! sᵀ = K · q(j)ᵀ    p = exp2(s − lse)    dv += pᵀ · dO(j)    dpᵀ = V · dO(j)ᵀ    ds = p ∘ (dp − delta)    dk += dsᵀ · q(j)
 //! ```
 //!
-//! It is the loop over columns of the `mma` tier's backward kernel, but for what a step is: 32 or 64 rows of queries, which lie one after the other in the
-//! block's list, each with its heads. Where a block's queries are in the list is found by a search of the tiles' blocks, which rise. A row that is none is
-//! zeros, with lse and delta 0, and adds nothing.
+//! This is the loop over columns of the `mma` tier's backward kernel, with other steps: 32 or 64 rows of queries, which are adjacent in the block's list, each
+//! with its heads. A search over the ascending blocks of tiles finds the block's queries in the list. Empty rows are zeros, with lse and delta 0, and add
+//! nothing.
 //!
-//! A block that very many queries chose has several cubes, each with a part of its list. What they leave is summed up in order by [`fold`], so
-//! the bits do not depend on which of them ends first.
+//! A block that very many queries selected has several cubes, each with a part of its list. [`fold`] sums their results in order, so the bits do not depend on
+//! which cube ends first.
 
 // Kernels have no `div_ceil`.
 #![allow(clippy::manual_div_ceil)]
@@ -29,37 +30,37 @@ use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 /// Sizes of the lists of queries by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ListShape {
-    /// Heads that share a list.
+    /// Number of heads that share a list.
     pub rows: usize,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
-    /// Places of a tile of queries.
+    /// Number of places of a tile of queries.
     pub tile: usize,
-    /// Cubes that share a block's list, at most.
+    /// Maximum number of cubes that share a block's list.
     pub parts: usize,
-    /// Steps of a part, at least, unless it is the last.
+    /// Least number of steps of a part, except for the last one.
     pub least: usize,
 }
 
 impl ListShape {
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self, t: &Tile) -> usize {
         t.shared_bytes(true)
     }
 }
 
-/// The lists of queries by blocks, as a kernel gets them.
+/// Lists of queries by blocks, in a kernel.
 #[derive(CubeType, CubeLaunch)]
 pub struct BlockLists {
-    /// The query at each place, `[batch, kv_heads, tiles · tile]`, i32, negative for none.
+    /// Query at each place, `[batch, kv_heads, tiles · tile]`, i32, negative for empty places.
     places: Box<[i32]>,
-    /// The block of each tile, `[batch, kv_heads, tiles]`, i32, rising; negative for none, and those last.
+    /// Block of each tile, `[batch, kv_heads, tiles]`, i32, ascending; negative for unused tiles, which come last.
     tile_blocks: Box<[i32]>,
     tiles: u32,
 }
 
-/// What a cube adds to: the gradients, contiguous, where a block's list has one part; where it has more these go to `partial`
-/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+/// Destinations of the gradients: contiguous gradients where a block's list has one part; otherwise unscaled f32 `partial`
+/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`.
 #[derive(CubeType, CubeLaunch)]
 pub struct KeyGrads {
     k: Box<[u32]>,
@@ -70,19 +71,19 @@ pub struct KeyGrads {
 /// The queries of a block.
 #[derive(CubeType, Clone, Copy)]
 pub struct Queries {
-    /// Their first place.
+    /// Index of their first place.
     first: usize,
-    /// Places.
+    /// Number of places.
     count: u32,
-    /// Steps of all of them,
+    /// Number of steps of all of them.
     steps: u32,
-    /// of a part but the last,
+    /// Number of steps of a part, except for the last one.
     part: u32,
-    /// and how many parts there are.
+    /// Number of parts.
     pub parts: u32,
 }
 
-/// The queries of the block of a key, by the number of the list.
+/// Returns the queries of the block that contains `key`, of list `list`.
 #[cube]
 pub fn queries_of(
     tile_blocks: &[i32],
@@ -113,8 +114,8 @@ pub fn queries_of(
     }
 }
 
-/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
-/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. Gradients are added with `carry`.
+/// Computes dK and dV of blocks. `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in
+/// their outer dimensions; `stats` is as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). With `carry` gradients are accumulated.
 #[cube(launch_unchecked)]
 pub fn keys(
     q: &[u32],
@@ -145,7 +146,7 @@ pub fn keys(
     let part = CUBE_POS_X % parts;
     let first_step = min(part * queries.part, queries.steps);
     let steps = uniform(min(queries.part, queries.steps - first_step));
-    // Heads before the list's first, in all batch entries.
+    // Number of heads before the list's first, over all batch entries.
     let head = list * comptime!(shape.rows as u32);
     let row = u64::cast_from(head) * u64::cast_from(seq_q);
     let q_pieces = comptime!(t.words(t.head_dim) as u64 / 4);
@@ -196,7 +197,7 @@ pub fn keys(
         let warp_rows = warp * 16;
         let first_row = warp_rows + lane / 4;
         let quad = lane % 4 * 2;
-        // Of k, v, and of q and dO both ways.
+        // Operands of k, v, and of q and dO in both orders.
         let operands = operand_places(base, warp_rows, lane, t);
 
         let mut dk = Array::<Vector<f32, Four>>::new(comptime!(t.head_dim / 8));
@@ -312,7 +313,7 @@ pub fn keys(
     }
 }
 
-/// Weights of scores, whose columns have lse and delta at `stats` in shared memory.
+/// Converts scores to weights. `stats` is the address of the columns' lse and delta in shared memory.
 #[cube]
 pub fn weigh(s: &mut Array<Vector<f32, Four>>, stats: u32, log2_scale: f32, #[comptime] t: Tile) {
     #[unroll]
@@ -328,7 +329,7 @@ pub fn weigh(s: &mut Array<Vector<f32, Four>>, stats: u32, log2_scale: f32, #[co
     }
 }
 
-/// Gradients with respect to scores, of those with respect to weights.
+/// Converts gradients with respect to weights to those with respect to scores.
 #[cube]
 pub fn by_scores(
     p: &Array<Vector<f32, Four>>,
@@ -350,13 +351,13 @@ pub fn by_scores(
     }
 }
 
-/// Lists of all batch entries.
+/// Returns the number of lists over all batch entries.
 #[cube]
 pub fn list_count(slice: &Slice) -> u32 {
     (slice.batches * slice.heads) as u32
 }
 
-/// Writes the unit's rows of a part, from number `column` of a row on; `first` keys come before the head's.
+/// Writes the unit's rows of a part, from element `column` of a row on. `first` is the number of keys before those of the head.
 #[cube]
 fn store_part(
     partial: &mut [f32],
@@ -384,7 +385,7 @@ fn store_part(
     }
 }
 
-/// Addresses of what belongs to the rows of a list.
+/// Addresses of the rows of a list.
 #[derive(CubeType, Clone, Copy)]
 struct Loads {
     q: u64,
@@ -392,7 +393,7 @@ struct Loads {
     stats: u64,
 }
 
-/// The first of a list's tiles whose block is not before `block`. All lanes of a warp look together: each round leaves a 32nd of the tiles.
+/// Finds a list's first tile whose block is not before `block`. The lanes of a warp search together: each round leaves 1/32 of the tiles.
 #[cube]
 fn first_tile(tile_blocks: &[i32], of_list: usize, tiles: u32, block: i32) -> u32 {
     let lane = UNIT_POS_X % 32;
@@ -408,7 +409,7 @@ fn first_tile(tile_blocks: &[i32], of_list: usize, tiles: u32, block: i32) -> u3
                 is_before = 1u32;
             }
         }
-        // Those before it come first.
+        // Blocks are ascending, so smaller ones come first.
         let before = lanes_that_differ(is_before, 0u32).count_ones();
         if before == 0u32 {
             size = 0u32;
@@ -421,7 +422,7 @@ fn first_tile(tile_blocks: &[i32], of_list: usize, tiles: u32, block: i32) -> u3
     low
 }
 
-/// The row of the unit's column of step `j` among the rows of the list's heads, or [`NOWHERE`].
+/// Returns the row of the unit's column of step `j`, over the list's heads, or [`NOWHERE`].
 #[cube]
 fn query_row(
     places: &[i32],
@@ -453,7 +454,7 @@ fn store_row(slots: u32, j: u32, row: u32, #[comptime] t: Tile) {
     }
 }
 
-/// Starts to copy the rows of step `j`, and their lse and delta; `row` is that of the unit's column.
+/// Starts to copy the rows of step `j` with their lse and delta. `row` is that of the unit's column.
 #[cube]
 fn copy_step(loads: &Loads, base: u32, j: u32, row: u32, #[comptime] t: Tile) {
     let stage = j & 1;
@@ -490,7 +491,7 @@ fn copy_step(loads: &Loads, base: u32, j: u32, row: u32, #[comptime] t: Tile) {
     }
 }
 
-/// Adds the parts of a cube's keys, in order, to their gradients. As [`keys`](crate::kernels::listed::keys::keys) has them.
+/// Adds the parts of a cube's keys to their gradients, in order. Arguments are as in [`keys`](crate::kernels::listed::keys::keys).
 #[cube(launch_unchecked)]
 pub fn fold(
     partial: &[f32],
@@ -538,7 +539,7 @@ pub fn fold(
     }
 }
 
-/// Adds the parts of rows from number `column` on, times a factor; parts are `between` rows apart.
+/// Adds the parts of rows from element `column` on, times a factor; `between` rows lie between parts.
 #[cube]
 fn add(
     partial: &[f32],

@@ -1,4 +1,4 @@
-//! Launches over lists of queries.
+//! Launches of attention over lists.
 
 use crate::kernels::listed::lists::{LaunchedLists, ListedLists, for_lists};
 use crate::kernels::listed::mainloops::{ByKeys, Mainloop, Mainloops};
@@ -16,10 +16,10 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::slices::Slice;
 use blocksparse_cubecl::tensor::scales;
 
-/// Attention to what the lists name into `out` and `lse`, which hold attention to other keys with `carry`, and are carried on.
+/// Attends to the listed keys and writes `out` and `lse`. With `carry` these hold attention to other keys, and the result covers both.
 ///
 /// # Errors
-/// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive. Then nothing was launched.
+/// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive. Nothing was launched then.
 pub fn forward(
     client: &Client,
     mainloops: &Mainloops,
@@ -34,7 +34,7 @@ pub fn forward(
     let pass = Pass {
         client,
         request: &mainloops.request,
-        // A mainloop that is no gradient's reads no gradient.
+        // The forward pass reads no gradient; q is a placeholder.
         inputs: [q, k, v, q],
         out: outputs.out,
         rows: outputs.lse,
@@ -46,8 +46,8 @@ pub fn forward(
     })
 }
 
-/// Adds the gradients by what the lists, which are of the plan's kind, name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those
-/// over all keys. q and `grads.out` are contiguous.
+/// Accumulates the gradients of a loss through the lists, which are of the plan's kind. `grads` are the loss's gradients with respect to the outputs, and
+/// `outputs` those over all keys. q and `grads.out` are contiguous.
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     client: &Client,
@@ -107,7 +107,7 @@ pub fn backward(
 struct Pass<'a> {
     client: &'a Client,
     request: &'a ListedRequest,
-    /// q, k, v and, for dQ, the output's gradient.
+    /// q, k, v and, for dQ, the gradient with respect to the output.
     inputs: [&'a TensorView; 4],
     /// The output, or dQ.
     out: &'a Handle,
@@ -117,7 +117,7 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// Attends to some lists, after attention to other keys, or added to a gradient, with `carry`.
+    /// Attends to some lists. With `carry` it continues attention to other keys, or accumulates onto a gradient.
     fn launch(&self, mainloop: Mainloop, lists: &LaunchedLists, carry: bool) {
         let &Self {
             client,
@@ -131,11 +131,11 @@ impl Pass<'_> {
         let (log2_scale, _) = scales(scale, None);
         let all_rows = request.all_rows();
         for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-            // Both kernels have the same arguments, but for what they are told of lists.
+            // Both kernels have the same arguments, except for those of lists.
             macro_rules! launch {
                 ($kernel:path, $cubes:expr, $units:expr, [$($sizes:expr),*], $keys:expr, $out:expr, $lists:expr, $tile:expr) => {
                     // SAFETY: a cube reads its lists, positions below the lengths in the strides, and writes the rows of its queries; the buffers have the
-                    // lengths they say (see `buffer`).
+                    // lengths that `buffer` gets.
                     unsafe {
                         $kernel(
                             client,
@@ -148,7 +148,7 @@ impl Pass<'_> {
                             input(grad_out),
                             $keys,
                             buffer(out, $out),
-                            // Numbers of rows: one, or two for dQ.
+                            // One number per row, or two for dQ.
                             buffer(rows, all_rows * if $tile.backward { 2 } else { 1 }),
                             slice.args(),
                             $lists,
@@ -181,7 +181,7 @@ impl Pass<'_> {
                 }
                 Mainloop::Warpgroups(tile) => {
                     let tile = WarpgroupTile {
-                        // Gradients are always added.
+                        // Gradients are always accumulated.
                         carry: carry && !tile.backward,
                         far_rows,
                         ..tile
@@ -206,7 +206,7 @@ impl Pass<'_> {
     }
 }
 
-/// The gradients by keys and values of blocks: of queries of the stats, which are at places, in tiles of a block each.
+/// Computes the gradients with respect to keys and values of blocks, from queries at places in tiles of one block each, with their stats.
 pub fn by_blocks(
     client: &Client,
     request: &ListedRequest,
@@ -230,7 +230,7 @@ pub fn by_blocks(
     let [k_words, v_words] =
         [request.head_dim, request.value_dim].map(|width| words(request.all_keys() * width));
     for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-        // SAFETY: a cube of keys reads rows of the queries that places name, which are below their number, and adds to its own keys.
+        // SAFETY: a cube of keys reads rows of the queries at its places, which are below their number, and accumulates onto its own keys.
         unsafe {
             keys::keys::launch_unchecked(
                 client,

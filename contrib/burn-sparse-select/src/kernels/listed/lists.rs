@@ -1,4 +1,4 @@
-//! The lists of launches: of a query each, or unions of those of neighbouring queries.
+//! Lists of launches: of one query each, or unions over groups of adjacent queries.
 
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
@@ -6,39 +6,39 @@ use crate::kernels::listed::tile::{ListTensorsLaunch, ListsLaunch};
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
 use blocksparse_cubecl::prelude::*;
 
-/// The lists of a call, i32.
+/// Lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
 pub enum ListedLists<'a> {
-    /// Of blocks of keys.
+    /// Lists of key blocks.
     Blocks(PlacedLists<'a>),
-    /// Of single keys, `[batch, kv_heads, seq_q, most]`, as [`unique_keys`](blocksparse_cubecl::unique_keys) writes them: ascending, each once, −1 behind the last.
+    /// Lists of single keys, `[batch, kv_heads, seq_q, most]`, as [`unique_keys`](blocksparse_cubecl::unique_keys) writes them: ascending and unique, then −1.
     Keys(&'a Handle),
 }
 
-/// Lists of blocks, by queries and by blocks, negative for none.
+/// Lists of blocks by query and by block, negative for empty entries.
 #[derive(Clone, Copy, Debug)]
 pub struct PlacedLists<'a> {
-    /// The blocks that a query sees, `[batch, kv_heads, seq_q, most]`, each once.
+    /// Blocks that a query sees, `[batch, kv_heads, seq_q, most]`, each once.
     pub blocks: &'a Handle,
-    /// The query at each place, `[batch, kv_heads, tiles · tile]`: those of a block are neighbours, from the first place of a tile on.
+    /// Query at each place, `[batch, kv_heads, tiles · tile]`. The queries of a block are adjacent, from the start of a tile on.
     pub queries: &'a Handle,
-    /// The block of each tile, `[batch, kv_heads, tiles]`, rising, those of none last.
+    /// Block of each tile, `[batch, kv_heads, tiles]`, ascending, then unused tiles.
     pub tile_blocks: &'a Handle,
-    /// The place of each choice, `[batch, kv_heads, seq_q, most]`.
+    /// Place of each selection, `[batch, kv_heads, seq_q, most]`.
     pub places: &'a Handle,
 }
 
 impl<'a> ListedLists<'a> {
-    /// What queries list.
+    /// Returns the lists by query.
     pub fn of_queries(&self) -> &'a Handle {
         let (Self::Blocks(PlacedLists { blocks: lists, .. }) | Self::Keys(lists)) = self;
         lists
     }
 
-    /// Lists of blocks.
+    /// Returns the lists of blocks.
     ///
     /// # Errors
-    /// [`KernelError`] if they are of keys.
+    /// [`KernelError`] if they are lists of keys.
     pub fn by_blocks(self) -> Result<PlacedLists<'a>, KernelError> {
         match self {
             Self::Blocks(lists) => Ok(lists),
@@ -47,32 +47,32 @@ impl<'a> ListedLists<'a> {
     }
 }
 
-/// The lists of a launch.
+/// Lists of a launch.
 #[derive(Clone, Copy)]
 pub struct LaunchedLists<'a> {
-    /// What they name, i32 `[batch, kv_heads, count, most]`,
+    /// Listed keys or blocks, i32 `[batch, kv_heads, count, most]`.
     pub keys: &'a Handle,
-    /// and which of the neighbouring queries that share a list named it, u32 of the same shape. Where a list is of one query nothing reads it.
+    /// Bit masks of the queries of a group that listed each entry, u32 in the same shape. Not read if a list is of one query.
     pub masks: &'a Handle,
-    /// How many of its numbers each list has, u32 `[batch, kv_heads, count]`, where lists are of neighbours.
+    /// Number of entries of each list, u32 `[batch, kv_heads, count]`, for lists of groups.
     pub counts: &'a Handle,
-    /// Which lists of neighbours have a key.
+    /// Bits of the groups' lists that contain each key.
     pub bits: Option<&'a BitsOfKeys>,
-    /// The first list's number among those of a head of keys.
+    /// Index of the first list within a KV head.
     pub first: usize,
-    /// How many of them a head of keys has.
+    /// Number of lists per KV head.
     pub count: usize,
-    /// Numbers of each.
+    /// Number of entries of each list.
     pub most: usize,
 }
 
 impl LaunchedLists<'_> {
-    /// Lists of all heads.
+    /// Returns the number of lists over all heads.
     pub fn all(&self, request: &ListedRequest) -> usize {
         request.batch * request.kv_heads * self.count
     }
 
-    /// Elements of all of them.
+    /// Returns the number of entries of all lists.
     pub fn elements(&self, request: &ListedRequest) -> usize {
         self.all(request) * self.most
     }
@@ -91,7 +91,7 @@ impl LaunchedLists<'_> {
     }
 }
 
-/// Launches over all lists, of neighbours some at a time.
+/// Runs a launch over all lists. Lists of groups are built and launched in chunks.
 pub fn for_lists(
     client: &Client,
     mainloops: &Mainloops,

@@ -1,22 +1,22 @@
-//! The mainloop of a query over its list: a cube has one query, with the heads that share its list as rows, 16 or 32 of them to a warp. Rows that the heads do
-//! not fill repeat the last one's, and are not written. The gradient by queries is the same mainloop, with the rows of the output's gradient beside them.
+//! Mainloop of a query over its list. A cube has one query, with the heads that share its list as rows, 16 or 32 per warp. Padding rows repeat the last head's
+//! and are not written. The gradient with respect to queries is the same mainloop, with the rows of the output's gradient next to them.
 //!
 //! ```text
-//! per step j of 16 or 32 keys, of which the next few are on their way to a ring in shared memory:
+//! per step j of 16 or 32 keys; copies of the next few steps are in flight to a ring in shared memory:
 //!     wait for K(j), V(j)
-//!     start K(j + stages − 1), V(j + stages − 1)   cp.async
-//!     s = q · K(j)ᵀ                                mma.sync
+//!     start to copy K(j + stages − 1), V(j + stages − 1)   cp.async
+//!     s = q · K(j)ᵀ                                        mma.sync
 //!     forward:
-//!         p = exp2(s − m')                         registers
-//!         o = a · o + p · V(j)                     mma.sync
+//!         p = exp2(s − m')                                 registers
+//!         o = a · o + p · V(j)                             mma.sync
 //!     dQ:
-//!         dp = dO · V(j)ᵀ                          mma.sync
-//!         ds = exp2(s − lse) ∘ (dp − delta)        registers
-//!         dq += ds · K(j)                          mma.sync
+//!         dp = dO · V(j)ᵀ                                  mma.sync
+//!         ds = exp2(s − lse) ∘ (dp − delta)                registers
+//!         dq += ds · K(j)                                  mma.sync
 //! ```
 //!
-//! Nothing is shared between queries, so a cube of 16 rows is a single warp, and several of them on a multiprocessor begin and end by themselves. What
-//! binds is the L2 cache: 16 rows do 16 operations for each byte of keys and values.
+//! Queries share nothing, so a cube of 16 rows is a single warp, and several cubes on a multiprocessor run independently. The L2 cache is the bottleneck: 16
+//! rows do 16 operations per byte of keys and values.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -34,10 +34,11 @@ use blocksparse_cubecl::mma::tile::ROW_PAIR;
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
-/// `q`, `k`, `v` and, for dQ, `grad_out` with any strides of 16 bytes in their outer dimensions, in words; `lists` `[batch, kv_heads, seq_q, most]`, i32,
-/// negative for none. `out` in words, contiguous: `[batch, heads, seq_q, value_dim]`, or dQ `[batch, heads, seq_q, head_dim]`. `rows` are `[batch, heads, seq_q]`
-/// lse, or for dQ pairs of `lse · log2 e` and delta, which are only read. With `carry` the outputs hold attention to other keys, which is carried on, or a
-/// gradient, which is added to. `p = exp2(s · log2_scale − …)`, and `lse_scale` is `log2 e / log2_scale`.
+/// Computes the attention of each query to its list, or dQ. `q`, `k`, `v` and, for dQ, `grad_out` are words, with any strides of 16 bytes in their outer
+/// dimensions; `lists` are i32 `[batch, kv_heads, seq_q, most]`, negative for empty entries. `out` is contiguous words: `[batch, heads, seq_q, value_dim]`, or
+/// dQ `[batch, heads, seq_q, head_dim]`. `rows` are lse `[batch, heads, seq_q]`, or for dQ pairs of `lse · log2 e` and delta, which are only read. With `carry`
+/// the outputs hold attention to other keys, which is continued, or a gradient, which is accumulated. `p = exp2(s · log2_scale − …)`, and `lse_scale` is
+/// `log2 e / log2_scale`.
 #[cube(launch_unchecked)]
 pub fn mainloop(
     q: Input,
@@ -75,7 +76,7 @@ pub fn mainloop(
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
     let before = first_of_heads(&mainloop, slice.heads as u32, q.strides.len, t.heads);
-    // Of each row: the largest score and the sum so far, or lse and delta.
+    // Softmax state of each row, maximum and sum, or lse and delta.
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
     let mut o = Array::<Vector<f32, Four>>::new(comptime!(tiles * t.out_dim() / 8));
@@ -95,7 +96,7 @@ pub fn mainloop(
             m[i] = f32::new(LOWEST_MAX);
             l[i] = f32::new(0.0);
             if comptime!(tile.carry) {
-                // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+                // The existing output is a softmax state with maximum lse and sum 1; one of the four lanes of a row holds the sum.
                 let log = rows[at];
                 if log > f32::new(LOWEST_MAX) {
                     m[i] = log * lse_scale;
@@ -125,7 +126,7 @@ pub fn mainloop(
         if comptime!(t.backward) {
             load_left(out_rows, &mut left_out, comptime!(tile.value_dim), tile);
         }
-        // Now the place may be copied to.
+        // From here on copies may overwrite the query's rows.
         sync_cube();
     }
 
@@ -221,7 +222,7 @@ pub fn mainloop(
     }
 }
 
-/// Makes the gradients by scores of those by weights, with lse and delta of each row.
+/// Converts gradients with respect to weights to those with respect to scores, by lse and delta of each row.
 #[cube]
 fn by_scores(
     s: &Array<Vector<f32, Four>>,

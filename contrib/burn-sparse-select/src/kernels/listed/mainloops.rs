@@ -1,4 +1,4 @@
-//! Mainloops over lists, each query alone or neighbouring queries together, and the tiles that they run.
+//! Mainloops over lists, for single queries or groups of adjacent queries, and their tiles.
 
 use std::fmt;
 
@@ -15,51 +15,51 @@ use blocksparse_cubecl::mma::tile::{Outputs, Tile};
 use blocksparse_cubecl::on_device::most_of_neighbours;
 use blocksparse_cubecl::tensor::{TOO_LARGE, is_u32};
 
-/// Rows of a matrix of mma.sync.
+/// Number of rows of an mma.sync.
 const ROWS: usize = 16;
 
-/// MiB of lists of neighbours that are there at a time.
+/// Upper bound in MiB of the lists of groups in memory at a time.
 const MIB: usize = 512;
 
-/// What runs a pass over the queries.
+/// Kernel of a pass over queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mainloop {
-    /// mma.sync: a query of a few heads.
+    /// mma.sync: one query with a few heads.
     Warps(MainloopTile),
-    /// wgmma: many heads, or those of neighbouring queries.
+    /// wgmma: many heads, or those of adjacent queries.
     Warpgroups(WarpgroupTile),
 }
 
-/// What makes dK and dV.
+/// Kernel of dK and dV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByKeys {
-    /// Keys of a block loop over the queries that chose it.
+    /// Keys of a block loop over the queries that selected it.
     Blocks(Tile),
-    /// A record of each query, or of neighbours, and each single key that they listed, on mma.sync
+    /// One record per query (or group) and listed key, on mma.sync.
     Records(SpreadTile),
-    /// or on wgmma.
+    /// The same on wgmma.
     WarpgroupRecords(SpreadGroups),
 }
 
-/// The mainloops of a call over lists. It prints.
+/// Kernels of a call over lists. They can be printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mainloops {
     pub(crate) request: ListedRequest,
-    /// Neighbouring queries that share a list, or 1.
+    /// Number of adjacent queries that share a list, or 1.
     pub(crate) together: usize,
     pub(crate) forward: Mainloop,
     pub(crate) queries: Mainloop,
     pub(crate) by_keys: ByKeys,
 }
 
-/// Why a device has no tile.
+/// Reason why a device has no tile.
 const NO_ROOM: &str = "no tile fits the shared memory of the device";
 
 impl Mainloops {
-    /// Of queries that attend to their own lists.
+    /// Plans queries that attend to their own lists.
     ///
     /// # Errors
-    /// Why the device's kernels do not take the call.
+    /// The reason why the device's kernels do not serve the call.
     pub fn alone(
         properties: &DeviceProperties,
         request: ListedRequest,
@@ -67,10 +67,10 @@ impl Mainloops {
         Self::new(properties, request, 1)
     }
 
-    /// Of neighbouring queries that attend to the union of their lists.
+    /// Plans groups of adjacent queries that attend to the union of their lists.
     ///
     /// # Errors
-    /// Why the device's kernels do not take the call so.
+    /// The reason why the device's kernels do not serve the call this way.
     pub fn together(
         properties: &DeviceProperties,
         request: ListedRequest,
@@ -127,12 +127,12 @@ impl Mainloops {
         is_u32(numbers).then_some(mainloops).ok_or(TOO_LARGE)
     }
 
-    /// Lists of a head of keys.
+    /// Returns the number of lists per KV head.
     pub(crate) fn lists(&self) -> usize {
         self.request.seq_q.div_ceil(self.together)
     }
 
-    /// Elements of a list, at most.
+    /// Returns the maximum number of entries of a list.
     pub(crate) fn most(&self) -> usize {
         match self.together {
             1 => self.request.most,
@@ -140,7 +140,7 @@ impl Mainloops {
         }
     }
 
-    /// Lists of a head of keys that are there at a time.
+    /// Returns the number of lists per KV head that are in memory at a time.
     pub(crate) fn at_a_time(&self) -> usize {
         if self.together == 1 {
             return self.lists();
@@ -150,12 +150,12 @@ impl Mainloops {
         } = &self.request;
         let bytes = batch * kv_heads * self.most() * size_of::<[u32; 2]>();
         let fit = (MIB << 20) / bytes.max(1);
-        // Bits of groups are words.
+        // Bits of groups are stored in words.
         (fit.max(32) / 32 * 32).min(self.lists())
     }
 }
 
-/// A tile of which only sizes matter.
+/// Returns a tile of which only sizes matter.
 fn plain(
     request: &ListedRequest,
     element: Element,
@@ -183,8 +183,8 @@ fn plain(
     }
 }
 
-/// The mainloop of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
-/// its shared memory is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
+/// Returns the tile of a query's mainloop. Throughput depends on the bytes in flight, so the stages fill a multiprocessor's shared memory. A multiprocessor has
+/// four warps, forward up to 16, or cubes with more warps. A step has 32 keys if three steps of 32 fit a cube, otherwise 16.
 fn mainloop_tile(
     request: &ListedRequest,
     element: Element,
@@ -192,7 +192,7 @@ fn mainloop_tile(
     hardware: &cubecl::ir::HardwareProperties,
 ) -> Result<MainloopTile, &'static str> {
     let rows = request.rows().next_multiple_of(ROWS);
-    // Two matrices of rows to a warp read what is shared once for both, where their sums have room in registers.
+    // Two row matrices per warp share each operand that is read, if registers have space for their sums.
     let wide = rows >= 128 && rows.is_multiple_of(32) && !backward && request.head_dim <= 128;
     let warp_tiles = if wide { 2 } else { 1 };
     let warps = rows / (ROWS * warp_tiles);
@@ -203,7 +203,7 @@ fn mainloop_tile(
         backward,
     };
     let most = hardware.max_shared_memory_size;
-    // Forward 16 warps, as far as cubes of them fit: some multiply while others wait. Wide ones take the registers of two.
+    // Forward aims at 16 warps, if their cubes fit, so some multiply while others wait. A wide warp uses the registers of two.
     let cubes = match backward || wide {
         true => (4 / warps).max(2),
         false => (16 / warps).clamp(2, 4),
@@ -229,19 +229,19 @@ fn mainloop_tile(
     }
 }
 
-/// The mainloop over the queries that chose a block.
+/// Returns the tile of the mainloop over the queries that selected a block.
 pub(crate) fn keys_tile(request: &ListedRequest, element: Element, room: usize) -> Tile {
     let warps = request.block.min(64) / ROWS;
     let of_cols = |cols: usize| plain(request, element, [warps, 1], [cols.min(32 * warps), 2]);
     let wide = of_cols(64);
     match request.head_dim <= 128 && wide.shared_bytes(true) <= room {
         true => wide,
-        // Sums of wider heads leave no registers for more.
+        // Sums of wider heads leave no registers for more columns.
         false => of_cols(32),
     }
 }
 
-/// The mainloop of queries that writes records of pairs: as many warps to a multiprocessor as its shared memory has room for.
+/// Returns the tile of the mainloop that writes records of pairs, with as many warps per multiprocessor as shared memory allows.
 fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option<SpreadTile> {
     let cols = request.rows().next_multiple_of(ROWS);
     let shapes = [1, 2, 4, 8].map(|warps| SpreadTile {
@@ -261,7 +261,7 @@ fn spread_tile(request: &ListedRequest, element: Element, room: usize) -> Option
 }
 
 impl Mainloops {
-    /// What it is.
+    /// Returns the first line of the plan's text.
     pub(crate) fn title(&self) -> String {
         let (rows, what) = (self.request.rows(), self.request.listed_things());
         match self.together {
@@ -272,12 +272,12 @@ impl Mainloops {
         }
     }
 
-    /// The kernel of the forward pass.
+    /// Returns the line of the forward pass.
     pub(crate) fn forward_line(&self) -> String {
         mainloop_line("forward", &self.forward)
     }
 
-    /// Those of the backward pass.
+    /// Returns the lines of the backward pass.
     pub(crate) fn backward_lines(&self) -> [String; 2] {
         let keys = match &self.by_keys {
             ByKeys::WarpgroupRecords(tile) => by_keys_line(&warpgroups::spread_line(tile)),
@@ -297,7 +297,7 @@ fn by_keys_line(keys: &str) -> String {
     format!("  {:8} {keys}", "dK, dV")
 }
 
-/// The kernel of keys of blocks.
+/// Returns the line of the kernel over keys of blocks.
 pub(crate) fn keys_line(request: &ListedRequest, tile: &Tile) -> String {
     let shape = request.list_shape(tile);
     by_keys_line(&format!(

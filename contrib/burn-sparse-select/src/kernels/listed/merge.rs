@@ -1,7 +1,7 @@
-//! The parts of a row's output, of the blocks that its query chose, added up by their lse: after attention to other keys, or alone. Those of a gradient are
-//! added to what is there.
+//! Merges the parts of a row's output, one per selected block, by their lse, and optionally with attention to other keys. Parts of a gradient are summed and
+//! accumulated onto the gradient.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -9,35 +9,35 @@ use cubecl::prelude::*;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// What is known when the kernel is compiled.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MergeShape {
-    /// The type of outputs.
+    /// Type of the outputs.
     pub half: Half,
     /// Width of a row.
     pub dim: usize,
-    /// Heads that share a list.
+    /// Number of heads that share a list.
     pub heads: usize,
-    /// Whether attention to other keys is in the outputs.
+    /// True if the outputs hold attention to other keys.
     pub carry: bool,
-    /// Whether parts are a gradient's, which have no lse.
+    /// True for parts of a gradient, which have no lse.
     pub backward: bool,
 }
 
-/// The rows of a launch.
+/// Rows of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Rows {
-    /// The first list, of those of all batch entries and heads of keys, and how many there are.
+    /// First list over all batch entries and KV heads, and number of lists.
     pub first_list: u32,
     pub lists: u32,
-    /// Queries of a list, and blocks that each chooses at most.
+    /// Number of queries of a list, and maximum number of blocks that each selects.
     pub seq_q: u32,
     pub most: u32,
-    /// Places of a list.
+    /// Number of places of a list.
     pub places: u32,
 }
 
-/// `places` `[lists, seq_q, most]`: the place of each choice, negative for none. `parts` and `logs` are as
+/// Merges the parts of each row. `places` `[lists, seq_q, most]` holds the place of each selection, negative for empty entries. `parts` and `logs` are as
 /// [`by_block`](crate::kernels::listed::warpgroups::block::by_block) writes them. A unit has eight elements of a row.
 #[cube(launch_unchecked)]
 pub fn merge(
@@ -52,7 +52,7 @@ pub fn merge(
     let (pieces, heads) = comptime!(((t.dim / 8) as u32, t.heads as u32));
     let unit = ABSOLUTE_POS as u32;
     let is_there = unit < rows.lists * rows.seq_q * comptime!(heads * pieces);
-    // Units beyond the last row make it again, and do not write it.
+    // Surplus units repeat an existing row and do not write it.
     let unit = select(is_there, unit, unit % pieces);
     let (piece, row) = (unit % pieces, unit / pieces);
     let (head, of_list) = (row % heads, row / heads);
@@ -81,7 +81,7 @@ pub fn merge(
     for i in 0..8usize {
         sums[i] = f32::new(0.0);
     }
-    // Of a row without keys nothing is −∞ less −∞.
+    // Avoids −∞ − (−∞) for a row without keys.
     let is_seen = comptime!(t.backward).runtime() || top > f32::new(f32::NEG_INFINITY);
     if comptime!(t.carry) {
         if is_seen {
@@ -113,7 +113,7 @@ pub fn merge(
             log = top + log2(sum) * comptime!(std::f32::consts::LN_2);
         }
     }
-    // All units of a row have read its lse.
+    // All units of a row have read its lse before one overwrites it.
     sync_warp();
     if is_there {
         let mut four = Vector::<u32, Four>::zeroed();
@@ -132,7 +132,7 @@ pub fn merge(
     }
 }
 
-/// The weight of a part of this lse beside the highest.
+/// Returns the weight of a part with this lse, relative to the highest.
 #[cube]
 fn weight_of(log: f32, top: f32, #[comptime] t: MergeShape) -> f32 {
     if comptime!(t.backward) {
@@ -142,7 +142,7 @@ fn weight_of(log: f32, top: f32, #[comptime] t: MergeShape) -> f32 {
     }
 }
 
-/// Adds eight elements of a part, and gives the sum of weights.
+/// Adds eight elements of a part, and returns the sum of weights.
 #[cube]
 fn add_part(
     sums: &mut Array<f32>,

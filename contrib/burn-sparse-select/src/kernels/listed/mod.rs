@@ -1,27 +1,31 @@
-//! Attention of single queries to lists of their own: blocks of keys, or single keys, that the heads of a group chose together.
+//! Attention of single queries to their own lists of key blocks or single keys, which the heads of a group share.
 //!
-//! Where queries choose each for itself, two queries share keys only by chance, so that the rows of a matrix are the heads that share a query's list. Kernels
-//! that need more rows pack queries by the block that they chose, write a part of the output for each choice, and merge them; these do not: a query reads
-//! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
+//! Where queries select separately, two queries share keys only by chance, so the rows of a matrix are the heads that share a query's list. Kernels that need
+//! more rows pack queries by the selected block, write a part of the output per selection, and merge the parts. These kernels do not: a query reads its list,
+//! with its heads as 16 or more rows, and continues the attention to other keys that the outputs hold.
 //!
 //! ```text
-//! request    what a call asks for, which are taken, and what backward passes know of each row
-//! plan       which way each pass goes                     costs    what the ways should take
-//! mainloops  what mainloops run                           tile     the shape of a query's mainloop, and its rows
-//! lists      of queries, or unions of neighbours' lists   launch   launches
-//! views      tensors as launches get them
-//! gather     rows and listed keys on their way to shared memory
-//! mainloop   a cube a query: its list, forward and for dQ
-//! keys       a cube 64 keys of a block: the queries that chose it, for dK and dV, and sums of the parts of a block's list
-//! spread     a cube a query of single keys: a record of dK and dV for each pair
-//! records    sums of records by keys
-//! spread_launch  launches of these
-//! by_block   launches over blocks, each with the queries that list it; merge adds up what they give a row
-//! warpgroups mainloops of many heads, or of neighbouring queries together, on wgmma
-//! tiles      lists of single keys as bits of all pairs, which the kernels of layouts take
+//! request        sizes and options of a call, which calls are served, and lse and delta of each row
+//! plan           strategy of each pass
+//! costs          estimated time of each strategy
+//! mainloops      kernels and tiles of a call
+//! tile           shape of a query's mainloop, and its rows
+//! lists          lists of a launch: of one query each, or unions of adjacent queries' lists
+//! launch         launches of mainloops
+//! views          tensors as kernel arguments
+//! gather         copies of rows and listed keys to shared memory
+//! mainloop       forward and dQ: a cube has a query and iterates over its list
+//! keys           dK and dV: a cube has 64 keys of a block and iterates over the queries that list it; sums of parts
+//! spread         dK and dV of single keys: a cube has a query and writes a record per pair
+//! spread_launch  launches of spread and records
+//! records        sums of records by key
+//! by_block       launches by blocks, each with the queries that list it
+//! merge          sums of the parts of a row
+//! warpgroups     mainloops on wgmma, for many heads or groups of adjacent queries
+//! tiles          lists of single keys as bit masks of all pairs, for the kernels of layouts
 //! ```
 //!
-//! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
+//! Every query sees all existing keys of its list. Lists contain blocks before the query's own, so causality does not matter here.
 
 mod by_block;
 mod costs;

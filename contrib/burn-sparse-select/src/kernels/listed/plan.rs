@@ -1,4 +1,4 @@
-//! Which way each pass of a call over lists goes.
+//! Choice of the strategy of each pass of a call over lists.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,42 +14,42 @@ use blocksparse_cubecl::device_key::{DeviceKey, device_key};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tuning::{ListedWay, TierLimit, Tuning};
 
-/// How a pass goes.
+/// Strategy of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     /// Each query attends to its own list.
     Alone,
-    /// Neighbouring queries attend to the union of theirs.
+    /// Adjacent queries attend to the union of their lists.
     Together,
-    /// Blocks meet the queries that list them.
+    /// A block is multiplied with the queries that list it.
     ByBlock,
-    /// Tiles of queries compute all pairs that are seen, of which those that are not listed have no weight.
+    /// Tiles of queries compute all visible pairs; pairs that are not listed have weight 0.
     Tiles,
 }
 
-/// What a pass runs.
+/// Kernels of a pass.
 #[derive(Clone, Debug)]
 pub enum ListedPass {
-    /// Queries attend to their lists, or neighbours to the union of theirs.
+    /// Queries attend to their lists, or groups of adjacent queries to the union of theirs.
     Mainloops(Mainloops),
-    /// Blocks meet the queries that list them.
+    /// A block is multiplied with the queries that list it.
     ByBlock(ByBlock),
-    /// They are pairs of a layout, which other kernels attend to.
+    /// Lists become pairs of a layout, to which the layout kernels attend.
     Tiles(ListedTiles),
 }
 
-/// What a call over lists runs. It prints.
+/// Plan of a call over lists. It can be printed.
 #[derive(Clone, Debug)]
 pub struct ListedPlan {
     /// Forward and backward.
     passes: [ListedPass; 2],
 }
 
-/// Plans of recent calls, of all devices: their layouts stay with them.
+/// Plans of recent calls on all devices, with their layouts.
 static RECENT: Recent<(DeviceKey, ListedRequest, u64), Arc<ListedPlan>> = Recent::new(32);
 
 impl ListedPlan {
-    /// As [`new`](Self::new), remembered with those of a few recent calls: both passes of a call have one plan, and so have the layers that ask for the same.
+    /// Returns the plan as in [`new`](Self::new), from a cache of recent calls. Both passes of a call share one plan, and so do layers with equal calls.
     pub fn of(
         client: &Client,
         request: ListedRequest,
@@ -59,11 +59,11 @@ impl ListedPlan {
         RECENT.get_or_try_make(key, || Self::new(client, request, scale).map(Arc::new))
     }
 
-    /// For a device, by what should be faster. `BLOCKSPARSE_LISTED=queries`, `neighbours`, `tiles` or `blocks` takes one way for both passes, wherever it
-    /// can be taken: for measuring.
+    /// Plans a call for a device by estimated time. `BLOCKSPARSE_LISTED=queries`, `neighbours`, `tiles` or `blocks` forces one strategy for both passes, where
+    /// it applies; for measurements.
     ///
     /// # Errors
-    /// Why its kernels do not take the call.
+    /// The reason why the device's kernels do not serve the call.
     pub fn new(client: &Client, request: ListedRequest, scale: f64) -> Result<Self, &'static str> {
         let properties = client.properties();
         let alone = Mainloops::alone(properties, request);
@@ -83,7 +83,7 @@ impl ListedPlan {
                 fastest(properties, &request, together.is_ok(), by_block)
             }
         };
-        // Their layout is made for nothing else.
+        // The layout of tiles is built only if it is used.
         let tiles = match ways.contains(&Way::Tiles) {
             true => ListedTiles::new(client, &request, scale).ok(),
             false => None,
@@ -99,19 +99,19 @@ impl ListedPlan {
         })
     }
 
-    /// What the forward pass runs.
+    /// Returns the kernels of the forward pass.
     pub fn forward(&self) -> &ListedPass {
         &self.passes[0]
     }
 
-    /// What the backward pass runs.
+    /// Returns the kernels of the backward pass.
     pub fn backward(&self) -> &ListedPass {
         &self.passes[1]
     }
 }
 
-/// The ways that should take the least time. Mainloops over lists of blocks are one way for both passes, and never in tiles: attention to them carries on that to a
-/// layout.
+/// Returns the strategies with the least estimated time. For lists of blocks, both passes of mainloops use one strategy, and never tiles: attention to them
+/// continues that to a layout.
 fn fastest(
     properties: &DeviceProperties,
     request: &ListedRequest,
@@ -178,6 +178,6 @@ impl fmt::Display for ListedPlan {
     }
 }
 
-/// What a pass in tiles is.
+/// First line of a pass in tiles.
 const IN_TILES: &str =
     "listed  tiles of all pairs that are seen, a bit of each says whether it is listed";

@@ -1,4 +1,4 @@
-//! Which calls are taken, and what they run, on devices that are only described.
+//! Which calls are served, and their plans, on described devices.
 
 use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
 
@@ -12,7 +12,7 @@ use blocksparse_cubecl::described::Fake;
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// A device of so much shared memory.
+/// Returns a device with `shared` bytes of shared memory.
 fn device(fingerprint: &str, shared: usize) -> DeviceProperties {
     Fake::new("cuda", fingerprint, shared, &[]).properties
 }
@@ -21,7 +21,7 @@ fn hopper() -> DeviceProperties {
     device("ptx_sm90", 232_448)
 }
 
-/// Native sparse attention with the paper's numbers, but for widths and heads.
+/// Returns the request of native sparse attention with the paper's parameters, except for widths and heads.
 fn nsa(heads: [usize; 2], dims: [usize; 2]) -> ListedRequest {
     let [heads, kv_heads] = heads;
     let n = 65_536;
@@ -59,12 +59,12 @@ fn plans_fill_a_multiprocessor_with_steps() {
          dQ       16 keys a step, 32 units, 5 stages in 53 KiB shared\n  \
          dK, dV   64 keys × 32 rows a step, 128 units, 4 parts, 86 KiB shared"
     );
-    // More heads are more warps of a cube, with one ring.
+    // More heads give a cube more warps, with one ring.
     let of_64 = printed(nsa([256, 4], [128, 128]));
     assert!(of_64.contains("64 rows of a query"), "{of_64}");
 }
 
-/// Lists of single keys, as DeepSeek sparse attention has them.
+/// Returns the request of lists of single keys, as in DeepSeek sparse attention.
 fn keys(heads: usize, n: usize, most: usize) -> ListedRequest {
     ListedRequest::of_keys([1, heads, 1], [n, n], [128, 128], BF16, most, true)
 }
@@ -84,7 +84,7 @@ fn lists_of_single_keys_have_records() {
     assert!(refused.contains("32 bits"));
 }
 
-/// The forward pass of many heads is on wgmma, where they fill its rows and it is the device's.
+/// The forward pass of many heads runs on wgmma, if they fill its rows and the device has it.
 #[rstest::rstest]
 #[case(128, [128, 128], Some("128 keys a step on wgmma, 256 units, 3 stages in 225 KiB shared"))]
 #[case(100, [64, 64], Some("128 keys a step on wgmma, 256 units, 3 stages in 113 KiB shared"))]
@@ -121,7 +121,7 @@ fn many_heads_are_on_wgmma(
     assert!(!printed.contains("wgmma"), "{printed}");
 }
 
-/// Neighbours fill two warpgroups where one query fills none.
+/// Adjacent queries fill two warpgroups where one query fills none.
 #[rstest::rstest]
 #[case(8, [128, 128], Some(16))]
 #[case(16, [128, 128], Some(8))]
@@ -179,7 +179,7 @@ fn neighbours_print_what_they_run() {
     assert!(Mainloops::together(&hopper(), few).is_err());
 }
 
-/// Lists of blocks that have something in common.
+/// Overlapping lists of blocks.
 #[test]
 fn neighbours_share_blocks_that_are_alike() {
     let request = nsa([64, 4], [128, 128]);
@@ -196,7 +196,7 @@ fn neighbours_share_blocks_that_are_alike() {
     }
 }
 
-/// The ways of passes over lists of random keys that were measured on an H100: each is that of the least time, or within a tenth of it.
+/// Strategies for lists of random keys, measured on an H100: each choice is the fastest, or within a tenth of it.
 #[rstest::rstest]
 #[case([16, 65_536, 2048], [false, false])]
 #[case([16, 65_536, 8192], [true, true])]
@@ -213,7 +213,7 @@ fn ways_are_those_that_were_measured(#[case] sizes: [usize; 3], #[case] in_tiles
     assert_eq!(found, in_tiles, "{costs:?}");
 }
 
-/// The same with neighbours, of lists that have a share in common.
+/// The same with groups of adjacent queries, for overlapping lists.
 #[rstest::rstest]
 #[case([16, 65_536, 2048], 0, [false, true])]
 #[case([16, 65_536, 2048], 90, [true, true])]
@@ -241,7 +241,7 @@ fn neighbours_share_lists_where_that_was_faster(
     assert_eq!(found, together, "{costs:?}");
 }
 
-/// Blocks meet the queries that list them where these are long and have little in common.
+/// Blocks are multiplied with the queries that list them if blocks are long and lists overlap little.
 #[rstest::rstest]
 #[case([64, 13], 85, false)]
 #[case([64, 13], 0, true)]
@@ -267,7 +267,7 @@ fn blocks_meet_queries_where_that_should_be_faster(
     }
 }
 
-/// Records of some queries at a time, a multiple of 32 or all of them.
+/// Records cover some queries at a time, a multiple of 32 or all of them.
 #[test]
 fn records_have_a_bound() {
     let queries = |heads, n, most| keys(heads, n, most).lists_of_records(n, most);

@@ -1,32 +1,33 @@
-//! Records of pairs added up key by key: see [`spread`](crate::kernels::listed::spread).
+//! Sums of pair records by key, see [`spread`](crate::kernels::listed::spread).
 
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::ptx::{Half, pack, unpack};
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// Units of a cube.
+/// Number of units of a cube.
 pub const UNITS: usize = 128;
 
-/// The records of some queries, and whether there were others before and are others behind.
+/// Records of a chunk of queries, and whether other chunks precede or follow it.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Gathered {
-    /// Keys of all lists.
+    /// Number of keys over all KV heads.
     pub rows: usize,
-    /// Keys of a list.
+    /// Number of keys of a KV head.
     pub keys: usize,
-    /// Words of a key's bits.
+    /// Number of words of a key's bits.
     pub words: usize,
-    /// Records of a list, at most.
+    /// Maximum number of records of a KV head.
     pub room: usize,
-    /// 1 for the first queries.
+    /// 1 for the first chunk.
     pub begins: u32,
-    /// 1 for the last ones.
+    /// 1 for the last chunk.
     pub ends: u32,
 }
 
-/// Adds a key's records up, in their order, to what is in `sums`, and in the end to its gradients. A unit has eight elements of a key. `firsts` are those of
-/// [`pair_places`](blocksparse_cubecl::on_device::pair_places); `sums` `[lists · keys, pieces, 8]`; `grad_k` and `grad_v` in 16 bytes, contiguous.
+/// Adds a key's records in order to `sums`, and in the last chunk to its gradients. A unit has eight elements of a key. `firsts` come from
+/// [`pair_places`](blocksparse_cubecl::on_device::pair_places); `sums` are `[lists · keys, pieces, 8]`; `grad_k` and `grad_v` are contiguous vectors of 16
+/// bytes.
 #[cube(launch_unchecked)]
 pub fn gather(
     records: &[Vector<u32, Four>],
@@ -54,7 +55,7 @@ pub fn gather(
                 low = sums[unit * 2];
                 high = sums[unit * 2 + 1];
             }
-            // Four are under way at a time; they are added in order.
+            // Four loads are in flight at a time; they are added in order.
             while place + 4 <= end {
                 let mut four = Array::<Vector<u32, Four>>::new(4usize);
                 #[unroll]
@@ -90,7 +91,7 @@ pub fn gather(
     }
 }
 
-/// The first or the last four numbers of eight.
+/// Unpacks the first or the last four of eight elements.
 #[cube]
 fn numbers(
     words: Vector<u32, Four>,
@@ -106,7 +107,7 @@ fn numbers(
     four
 }
 
-/// Sums, added to numbers that are there.
+/// Adds sums to packed elements.
 #[cube]
 fn packed(
     low: Vector<f32, Four>,

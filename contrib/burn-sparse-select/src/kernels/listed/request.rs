@@ -1,4 +1,4 @@
-//! What a call over lists of queries asks for, and which calls kernels take on which devices.
+//! Parameters of a call over lists of queries, and which calls kernels serve on which devices.
 
 use crate::kernels::listed::keys::ListShape;
 use blocksparse_cubecl::arch::sm80::Element;
@@ -12,46 +12,46 @@ use blocksparse_cubecl::stats::{Known, Wanted};
 use blocksparse_cubecl::tensor::{TOO_LARGE, half_of, is_u32};
 use blocksparse_cubecl::tuning::Tuning;
 
-/// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
+/// Maximum number of parts of a block's list, and least number of steps of a part. With these, the list of a block that all queries selected does not dominate
+/// the launch.
 const MOST_PARTS: usize = 4;
 const LEAST_STEPS: usize = 512;
 
-/// What a call asks for, apart from the numbers in its tensors.
+/// Sizes and options of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct ListedRequest {
-    /// Batch entries.
     pub batch: usize,
-    /// Heads of queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of keys and values, and of lists.
+    /// Number of KV heads, which have one list each.
     pub kv_heads: usize,
-    /// Queries.
+    /// Number of queries.
     pub seq_q: usize,
-    /// Keys.
+    /// Number of keys.
     pub seq_kv: usize,
     /// Width of queries and keys.
     pub head_dim: usize,
     /// Width of values.
     pub value_dim: usize,
-    /// Type of all tensors but lse.
+    /// Type of all tensors except lse.
     pub dtype: ElemType,
-    /// Neighbouring keys that a number of a list names, or 1.
+    /// Number of adjacent keys per list entry, 1 for single keys.
     pub block: usize,
-    /// Elements of a list.
+    /// Number of entries of a list.
     pub most: usize,
-    /// Places of a tile of the lists of queries by blocks.
+    /// Number of places of a tile, for lists by blocks.
     pub tile: usize,
-    /// Tiles of such a list.
+    /// Number of tiles of a list by blocks.
     pub tiles: usize,
-    /// Whether queries see no keys behind their own position. The last query sits at the last key.
+    /// True if queries see no keys after their own position. The last query is at the position of the last key.
     pub causal: bool,
-    /// What neighbouring queries' lists have in common, in hundredths, as far as anybody knows: what should be faster depends on it.
+    /// Expected overlap of the lists of adjacent queries in percent, used to estimate costs.
     pub overlap: u8,
 }
 
 impl ListedRequest {
-    /// Of batch entries, heads and heads of keys; queries and keys; widths; lists of `most` numbers of blocks; and lists by blocks in tiles.
+    /// Creates the request of a call with lists of `most` blocks, and lists by blocks in tiles.
     pub fn new(
         [batch, heads, kv_heads]: [usize; 3],
         [seq_q, seq_kv]: [usize; 2],
@@ -78,7 +78,8 @@ impl ListedRequest {
         }
     }
 
-    /// The same of lists of single keys. With `causal` a query sees none behind its own position, and the last query sits at the last key.
+    /// Creates the request of a call with lists of single keys. With `causal` a query sees no keys after its own position, and the last query is at the
+    /// position of the last key.
     pub fn of_keys(
         heads: [usize; 3],
         lengths: [usize; 2],
@@ -93,7 +94,7 @@ impl ListedRequest {
         }
     }
 
-    /// The same whose neighbouring queries' lists have so much in common: a share from 0 to 1.
+    /// Sets the expected overlap of the lists of adjacent queries, from 0 to 1.
     pub fn with_overlap(self, share: f64) -> Self {
         Self {
             overlap: (share.clamp(0.0, 1.0) * 100.0).round() as u8,
@@ -101,7 +102,7 @@ impl ListedRequest {
         }
     }
 
-    /// Keys that a query sees, listed or not.
+    /// Returns the number of keys that a query sees, listed or not.
     pub(crate) fn seen(&self, query: usize) -> usize {
         let &Self { seq_q, seq_kv, .. } = self;
         match self.causal {
@@ -110,19 +111,19 @@ impl ListedRequest {
         }
     }
 
-    /// Whether lists are of single keys.
+    /// Returns whether lists are of single keys.
     pub(crate) fn is_of_keys(&self) -> bool {
         self.block == 1
     }
 
-    /// Sizes of the lists, of whose numbers each names a key or a block.
+    /// Returns the sizes of the lists, whose entries are keys or blocks.
     pub(crate) fn list_sizes(&self) -> KeyListSizes {
         let lists = self.batch * self.kv_heads;
         let things = self.seq_kv.div_ceil(self.block);
         KeyListSizes::new(lists, [self.seq_q, things], self.most)
     }
 
-    /// What a list names, as plans print it.
+    /// Describes the entries of a list in a plan's text.
     pub(crate) fn listed_things(&self) -> String {
         match self.is_of_keys() {
             true => format!("{} keys", self.most),
@@ -130,27 +131,27 @@ impl ListedRequest {
         }
     }
 
-    /// Heads that share a list.
+    /// Returns the number of heads that share a list.
     pub fn rows(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Rows of queries of all heads.
+    /// Returns the number of query rows of all heads.
     pub(crate) fn all_rows(&self) -> usize {
         self.batch * self.heads * self.seq_q
     }
 
-    /// Rows of keys of all heads.
+    /// Returns the number of key rows of all heads.
     pub(crate) fn all_keys(&self) -> usize {
         self.batch * self.kv_heads * self.seq_kv
     }
 
-    /// Numbers of the lists of all queries.
+    /// Returns the number of entries of all lists.
     pub(crate) fn listed(&self) -> usize {
         self.batch * self.kv_heads * self.seq_q * self.most
     }
 
-    /// A block's list has parts where it is long: of a quarter of all queries where very many chose it.
+    /// Returns the sizes of lists by blocks. Long lists of a block are split, down to a quarter of all queries if very many selected it.
     pub(crate) fn list_shape(&self, keys: &Tile) -> ListShape {
         let steps = self.seq_q * self.rows() / keys.cols;
         ListShape {
@@ -162,7 +163,7 @@ impl ListedRequest {
         }
     }
 
-    /// Numbers of the parts of gradients by keys and values, 1 at least.
+    /// Returns the number of elements of the partial gradients of keys and values, at least 1.
     pub(crate) fn partial(&self, keys: &Tile) -> usize {
         match self.list_shape(keys).parts {
             1 => 1,
@@ -170,9 +171,10 @@ impl ListedRequest {
         }
     }
 
-    /// Lists of a head of keys, of so many numbers, whose records are there at a time: a multiple of 32 or all; `None` if those of 32 are too many.
+    /// Returns the number of lists per KV head, of `most` entries, whose records are in memory at a time: a multiple of 32 or all. `None` if those of 32 lists
+    /// are too large.
     pub(crate) fn lists_of_records(&self, lists: usize, most: usize) -> Option<usize> {
-        /// Bytes of records of 32 lists, which are there at least.
+        /// Upper bound of the bytes of the records of 32 lists, the smallest chunk.
         const MOST: usize = 1 << 33;
         let of_record = (self.head_dim + self.value_dim) * 2;
         let of_list = self.batch * self.kv_heads * most * of_record;
@@ -185,13 +187,13 @@ impl ListedRequest {
     }
 }
 
-/// The most that queries and keys are wide, and values.
+/// Largest widths of queries and keys, and of values.
 const WIDEST: [usize; 2] = [192, 128];
 
-/// Rows of a query at most.
+/// Maximum number of rows of a query.
 const MOST_ROWS: usize = 128;
 
-/// What the products' operands are, or why the call is not taken.
+/// Returns the type of the matmuls' operands, or the reason why the call is not served.
 pub fn check(
     properties: &DeviceProperties,
     request: &ListedRequest,
@@ -224,14 +226,14 @@ pub fn check(
         request.listed(),
         request.batch * request.kv_heads * request.tiles * request.tile,
     ];
-    // Pairs of a row of stats, and words of everything else.
+    // Pairs of stats per row, and words of everything else.
     match numbers.into_iter().all(is_u32) {
         true => Ok(element),
         false => Err(TOO_LARGE),
     }
 }
 
-/// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.
+/// Computes `lse · log2 e` and delta of each query: f32 `[batch · heads, seq_q, 2]`.
 pub fn stats_of(
     client: &Client,
     request: &ListedRequest,

@@ -1,15 +1,15 @@
-//! The gradients by keys and values of lists of single keys, query by query: what a query's heads give a key that it lists is a record, written where the
-//! records of that key lie, and [`gather`](crate::kernels::listed::records::gather) adds them up in the order of queries.
+//! Gradients with respect to keys and values for lists of single keys, query by query. The contribution of a query's heads to a key is a record, which is
+//! written next to the other records of that key. [`gather`](crate::kernels::listed::records::gather) adds them in the order of queries.
 //!
 //! ```text
 //! sᵀ = K · qᵀ    p = exp2(s − lse)    dv = pᵀ · dO    dpᵀ = V · dOᵀ    ds = p ∘ (dp − delta)    dk = dsᵀ · q
 //! ```
 //!
-//! It is the mainloop of a query once more, with its keys as rows and its heads as columns, so that sums over heads are made by the products. Keys are read once
-//! for all heads, as in the mainloop for dQ, and of every pair of a query and a key there is one record: a row of dK and one of dV, in the inputs' type. Nothing is
-//! made of pairs that are not listed, however queries choose.
+//! This is the mainloop of a query, with keys as rows and heads as columns, so the matmuls sum over heads. Keys are read once for all heads, as in the mainloop
+//! for dQ. Each pair of a query and a key has one record: a row of dK and one of dV, in the inputs' type. Pairs that are not listed cost nothing, whatever the
+//! selection.
 //!
-//! A warp has 16 keys at a time, which it loads and multiplies by itself: warps of a cube share the query's rows alone, and meet once.
+//! A warp has 16 keys at a time, which it loads and multiplies independently: warps of a cube share only the query's rows, and synchronize once.
 
 // Kernels have no `div_ceil`.
 #![allow(clippy::manual_div_ceil)]
@@ -27,15 +27,15 @@ use blocksparse_cubecl::mma::product::*;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
 use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
-/// Keys of a warp's step.
+/// Number of keys of a warp's step.
 pub const KEYS: usize = 16;
 
-/// The comptime shape of the mainloop.
+/// Compile-time shape of the mainloop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpreadTile {
-    /// The widths; columns are heads, filled up; stages are a warp's. Of the fields only sizes and `far_rows` count.
+    /// Widths, columns (padded heads) and stages of a warp. Of the fields only sizes and `far_rows` are used.
     pub inner: Tile,
-    /// Heads that share a list.
+    /// Number of heads that share a list.
     pub heads: usize,
 }
 
@@ -44,12 +44,12 @@ impl SpreadTile {
         self.inner.cols * 8
     }
 
-    /// The query's rows of width head_dim.
+    /// Returns the offset of the query's rows of width head_dim.
     fn q_offset(&self) -> usize {
         self.stats_bytes()
     }
 
-    /// Those of width value_dim.
+    /// Returns the offset of the query's rows of width value_dim.
     fn out_offset(&self) -> usize {
         self.q_offset() + self.inner.cols * self.inner.pitch(self.inner.head_dim)
     }
@@ -62,62 +62,62 @@ impl SpreadTile {
         KEYS * self.inner.pitch(self.inner.head_dim)
     }
 
-    /// Bytes of a step: positions, keys and values.
+    /// Returns the bytes of a stage: positions, keys and values.
     fn stage_bytes(&self) -> usize {
         KEYS * 4 + self.key_bytes() + KEYS * self.inner.pitch(self.inner.value_dim)
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.rings_offset() + self.inner.warps * self.inner.stages * self.stage_bytes()
     }
 
-    /// Pieces of 16 bytes of a record.
+    /// Returns the number of pieces of 16 bytes of a record.
     pub fn pieces(&self) -> usize {
         (self.inner.head_dim + self.inner.value_dim) / 8
     }
 }
 
-/// The lists of a launch, and where their records are.
+/// Lists of a launch, and the places of their records.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Chunk {
-    /// The first list,
+    /// Index of the first list.
     pub first: u32,
-    /// of so many that a head of keys has,
+    /// Number of lists per KV head.
     pub count: u32,
-    /// and its first query.
+    /// Query of the first list.
     pub query: u32,
-    /// Cubes that share a list.
+    /// Number of cubes that share a list.
     pub parts: u32,
-    /// Words of a key's bits that are of these lists,
+    /// Number of words of a key's bits that cover these lists.
     pub words: u32,
-    /// the first of them, and all.
+    /// Index of the first of these words, and number of all words.
     pub first_word: u32,
     pub all_words: u32,
-    /// Records of a list, at most.
+    /// Maximum number of records of a KV head.
     pub room: u32,
-    /// Queries of the call.
+    /// Number of queries of the call.
     pub seq_q: u32,
-    /// Elements of a list.
+    /// Number of entries of a list.
     pub most: u32,
 }
 
-/// The queries of a cube: one, or neighbours.
+/// Queries of a cube: one, or a group of adjacent ones.
 #[derive(CubeType, Clone, Copy)]
 pub struct SpreadQuery {
-    /// Their list, among those of the launch.
+    /// Index of their list in the launch.
     own: u32,
-    /// Their head of keys and values, among those of all batch entries.
+    /// Index of their KV head over all batch entries.
     list_index: u32,
-    /// The first one's row of the first head that shares the list, among those of all batch entries and heads.
+    /// Row of the first query in the first head that shares the list, over all batch entries and heads.
     pub first_row: u32,
-    /// How many there are.
+    /// Number of queries.
     pub queries: u32,
     pub list: QueryList,
     pub sources: Sources,
 }
 
-/// The queries of the cube.
+/// Returns the queries of the cube.
 #[cube]
 pub fn spread_query(
     k: &Input,
@@ -151,7 +151,7 @@ pub fn spread_query(
     }
 }
 
-/// Writes lse and delta of each query and head into shared memory, at `target`.
+/// Writes lse and delta of each query and head to shared memory at `target`.
 #[cube]
 pub fn share_stats(
     target: u32,
@@ -162,7 +162,7 @@ pub fn share_stats(
 ) {
     let mut column = UNIT_POS_X;
     while column < comptime!(rows.rows as u32) {
-        // What fills up a matrix has no weight.
+        // Padding columns have weight 0.
         let mut lse = f32::new(1e30);
         let mut delta = f32::new(0.0);
         if column < of.queries * comptime!(rows.heads as u32) {
@@ -176,7 +176,7 @@ pub fn share_stats(
     }
 }
 
-/// The record of the queries' pairs with a key, or [`NOWHERE`] if there is none.
+/// Returns the index of the queries' record for a key, or [`NOWHERE`] if there is none.
 #[cube]
 pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts: &[u32]) -> u32 {
     let exists = key != comptime!(NOWHERE);
@@ -190,9 +190,10 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
     select(exists, place, comptime!(NOWHERE).runtime())
 }
 
-/// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k` and `v` with any strides of 16 bytes in their outer dimensions; `stats` and
-/// `lists` as [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. `bits` and `firsts` are those of [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the
-/// launch's queries, a cube each: `parts` is 1. `records` `[lists, room, pieces]`.
+/// Writes the records of each query. `q` `[batch, heads, seq_q, head_dim]` and `grad_out` are contiguous words; `k` and `v` may have any strides of 16 bytes in
+/// their outer dimensions; `stats` and `lists` are as in [`mainloop`](crate::kernels::listed::mainloop::mainloop). `bits` and `firsts` come from
+/// [`pair_places`](blocksparse_cubecl::on_device::pair_places) for the launch's queries, which have a cube each: `parts` is 1. `records` are
+/// `[lists, room, pieces]`.
 #[cube(launch_unchecked)]
 pub fn spread(
     q: &[u32],
@@ -246,7 +247,7 @@ pub fn spread(
         copy_step(ring + step * stage_bytes, position, lane, &of.sources, t);
     }
     let mut position = position_of(lists, &of.list, warp + comptime!(stages - 1) * warps, lane);
-    // The query's rows are the oldest copies.
+    // The copies of the query's rows are the oldest.
     wait_copies_but(comptime!(tile.stages - 1));
     sync_cube();
 
@@ -319,14 +320,14 @@ pub fn spread(
     }
 }
 
-/// The position of the lane's key of a group, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
+/// Returns the position of the lane's key of a group, or [`NOWHERE`]; lanes beyond the keys repeat the first ones.
 #[cube]
 fn position_of(lists: &[i32], list: &QueryList, group: u32, lane: u32) -> u32 {
     let flat = group * comptime!(KEYS as u32) + lane % comptime!(KEYS as u32);
     position_of_key(lists, list, flat, 1u32)
 }
 
-/// Starts to copy a step's keys and values, and says where they are. Ends a group of copies.
+/// Starts to copy a step's keys and values, and stores their positions. Commits a cp.async group.
 #[cube]
 fn copy_step(target: u32, position: u32, lane: u32, sources: &Sources, #[comptime] t: SpreadTile) {
     if lane < comptime!(KEYS as u32) {
@@ -359,7 +360,7 @@ fn copy_step(target: u32, position: u32, lane: u32, sources: &Sources, #[comptim
     commit_copies();
 }
 
-/// Starts to copy the query's row of every head, of a contiguous tensor.
+/// Starts to copy the query's row of every head of a contiguous tensor.
 #[cube]
 fn copy_heads(
     target: u32,
@@ -375,7 +376,7 @@ fn copy_heads(
     copy_own(target, first, u64::cast_from(seq_q) * pieces, dim, rows, t);
 }
 
-/// Writes a warp's rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].
+/// Writes a warp's rows of dK, or of dV after them, to their records. `place` is the record of the lane's key, or [`NOWHERE`].
 #[cube]
 fn store(
     records: &mut [Vector<u32, Four>],
@@ -401,7 +402,7 @@ fn store(
         let record = own as usize * comptime!(t.pieces()) + comptime!(before);
         #[unroll]
         for m in 0..comptime!(eights.div_ceil(4)) {
-            // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
+            // A unit has two of every eight elements; four adjacent units transpose, so that each has eight adjacent ones.
             let mut words = Vector::<u32, Four>::zeroed();
             #[unroll]
             for w in 0..4usize {

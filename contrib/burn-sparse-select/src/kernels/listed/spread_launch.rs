@@ -1,4 +1,4 @@
-//! Launches of gradients by keys and values as records of pairs.
+//! Launches of gradients with respect to keys and values as records of pairs.
 
 use crate::kernels::listed::lists::LaunchedLists;
 use crate::kernels::listed::mainloops::{ByKeys, Mainloops};
@@ -14,43 +14,43 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::slices::Slice;
 use blocksparse_cubecl::tensor::{half_of, scales};
 
-/// What is launched.
+/// Arguments of the launches.
 pub struct Spread<'a> {
     pub client: &'a Client,
     pub mainloops: &'a Mainloops,
-    /// q, k, v and the output's gradient.
+    /// q, k, v and the gradient with respect to the output.
     pub inputs: [&'a TensorView; 4],
     pub stats: &'a Handle,
     pub gradients: ListedGradients<'a>,
     pub scale: f64,
 }
 
-/// Where records are written, those of some lists at a time, and sums of all lists so far.
+/// Buffers for the records of some lists at a time, and for the accumulated sums of all lists.
 pub struct RecordRoom {
     records: Handle,
-    /// Pieces of 16 bytes of all records.
+    /// Number of 16-byte pieces of all records.
     in_records: usize,
     sums: Handle,
-    /// Eight numbers each.
+    /// Number of vectors of eight sums.
     in_sums: usize,
-    /// Lists of a head of keys whose records there is room for.
+    /// Number of lists per KV head whose records fit.
     at_a_time: usize,
-    /// Records of these lists.
+    /// Number of records of these lists.
     room: usize,
-    /// Lists of a head of keys.
+    /// Number of lists per KV head.
     lists: usize,
 }
 
 impl Spread<'_> {
-    /// Pieces of 16 bytes of a record.
+    /// Returns the number of 16-byte pieces of a record.
     fn pieces(&self) -> usize {
         (self.mainloops.request.head_dim + self.mainloops.request.value_dim) / 8
     }
 
-    /// Room for the records of the lists that are launched at once, or of some of them.
+    /// Allocates the records of the lists of a launch, or of a part of them.
     ///
     /// # Errors
-    /// [`KernelError`] if the numbers are more than 32 bits count.
+    /// [`KernelError`] if an index exceeds 32 bits.
     pub fn room(&self) -> Result<RecordRoom, KernelError> {
         let &Self {
             client, mainloops, ..
@@ -63,7 +63,7 @@ impl Spread<'_> {
         let in_records = self.heads() * room * pieces;
         KernelError::check_u32("the pieces of records", in_records)?;
         KernelError::check_u32("the sums of dK and dV, in fours", rows * pieces * 2)?;
-        // Nothing is summed up for lists behind, if these are all.
+        // Without further chunks, no sums are kept.
         let in_sums = if at_a_time >= lists { 1 } else { rows * pieces };
         Ok(RecordRoom {
             records: client.empty(in_records * 16),
@@ -76,10 +76,10 @@ impl Spread<'_> {
         })
     }
 
-    /// Adds the gradients by keys and values of lists, after those of all lists before them.
+    /// Adds the gradients with respect to keys and values of `lists`, after those of all lists before them.
     ///
     /// # Errors
-    /// [`KernelError`] if the numbers are more than 32 bits count.
+    /// [`KernelError`] if an index exceeds 32 bits.
     pub fn launch(&self, room: &RecordRoom, lists: &LaunchedLists) -> Result<(), KernelError> {
         let &Self {
             client, mainloops, ..
@@ -101,7 +101,7 @@ impl Spread<'_> {
         Ok(())
     }
 
-    /// Writes the records of some lists.
+    /// Writes the records of a chunk of lists.
     fn write(&self, room: &RecordRoom, lists: &LaunchedLists, some: Queries, places: &PairPlaces) {
         let &Self {
             client,
@@ -117,8 +117,8 @@ impl Spread<'_> {
         let parts = parts(client, mainloops.together, self.heads() * some.count);
         let (log2_scale, _) = scales(scale, None);
         for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-            // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the records of its pairs, which are as many as the numbers of
-            // lists at most; the buffers have the lengths they say (see `buffer`).
+            // SAFETY: a cube reads its list, positions below the lengths in the strides, and writes the records of its pairs, of which there are at most as
+            // many as list entries; the buffers have the lengths that `buffer` gets.
             unsafe {
                 let cubes = slice.cubes(some.count * parts);
                 let chunk = ChunkLaunch::new(
@@ -133,7 +133,7 @@ impl Spread<'_> {
                     request.seq_q as u32,
                     lists.most as u32,
                 );
-                // Both kernels have the same arguments, but for what they are told of lists.
+                // Both kernels have the same arguments, except for those of lists.
                 macro_rules! launch {
                     ($kernel:path, $units:expr, [$($sizes:expr),*], $keys:expr, $tile:expr) => {
                         $kernel(
@@ -192,7 +192,7 @@ impl Spread<'_> {
         }
     }
 
-    /// Adds the records of so many lists up, from a list of a head of keys on.
+    /// Sums the records of `count` lists per KV head, from list `first` on.
     fn gather(&self, room: &RecordRoom, first: usize, count: usize, places: &PairPlaces) {
         let &Self {
             client,
@@ -205,7 +205,7 @@ impl Spread<'_> {
         let [k_pieces, v_pieces] =
             [request.head_dim, request.value_dim].map(|width| rows * width / 8);
         let half = half_of(request.dtype).expect("planned so");
-        // SAFETY: a unit reads the records of a key that there is and writes its own numbers of that key.
+        // SAFETY: a unit reads the records of an existing key and writes its own elements of that key.
         unsafe {
             records::gather::launch_unchecked(
                 client,
@@ -230,15 +230,15 @@ impl Spread<'_> {
         }
     }
 
-    /// Heads of keys.
+    /// Returns `batch · kv_heads`.
     fn heads(&self) -> usize {
         self.mainloops.request.batch * self.mainloops.request.kv_heads
     }
 }
 
-/// Cubes that share a list: of a few lists of many queries, so that all multiprocessors have some.
+/// Returns the number of cubes that share a list: several for a few lists of groups, to occupy all multiprocessors.
 fn parts(client: &Client, together: usize, lists: usize) -> usize {
-    /// Cubes of each multiprocessor, at least, and of a list, at most.
+    /// Least number of cubes per multiprocessor, and maximum per list.
     const CUBES: usize = 4;
     const MOST: usize = 16;
     if together == 1 {
@@ -249,7 +249,7 @@ fn parts(client: &Client, together: usize, lists: usize) -> usize {
     wanted.div_ceil(lists.max(1)).clamp(1, MOST)
 }
 
-/// Cubes for so many units, over two dimensions of a grid.
+/// Returns the cubes for `units` units, over two dimensions of a grid.
 fn over(client: &Client, units: usize) -> CubeCount {
     let cubes = units.div_ceil(records::UNITS);
     let (most, ..) = client.properties().hardware.max_cube_count;

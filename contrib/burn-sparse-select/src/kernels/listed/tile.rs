@@ -1,35 +1,35 @@
-//! The shape of a cube's mainloop, and where its parts lie in shared memory. Its rows are the heads of a query, or those of neighbouring queries, which share a list.
+//! Shape of a cube's mainloop, and its shared memory layout. Its rows are the heads of a query, or of adjacent queries, which share a list.
 
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::mma::tile::Tile;
 
-/// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each; of 32 steps.
+/// Bytes at the start of shared memory: a word per stage with a bit per existing key, for up to 32 stages.
 const BITS: usize = 128;
 
-/// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
+/// Bytes of shared memory that a multiprocessor reserves per cube.
 pub const RESERVED: usize = 1024;
 
-/// The comptime shape of a mainloop of queries: its key in the cache of compiled kernels.
+/// Compile-time shape of a mainloop of queries, part of the key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MainloopTile {
-    /// Rows of one query, and steps of its keys. Of the fields only sizes, `far_rows` and `carry` count.
+    /// Rows of one query, and steps of its keys. Of the fields only sizes, `far_rows` and `carry` are used.
     pub inner: Tile,
-    /// Heads that share its list: its rows, but for those that fill the last matrix, which repeat the last head's and are not written.
+    /// Number of heads that share a list, which are the rows. Padding rows repeat the last head and are not written.
     pub heads: usize,
-    /// Neighbouring keys that a number of a list names.
+    /// Number of adjacent keys per list entry.
     pub block: usize,
-    /// Whether rows of the output's gradient lie beside those of queries.
+    /// True if rows of the output's gradient lie next to those of queries.
     pub backward: bool,
 }
 
 impl MainloopTile {
-    /// Where the first step is.
+    /// Returns the offset of the first stage.
     pub fn ring_offset(&self) -> usize {
         BITS
     }
 
-    /// Bytes of a step's keys and values, which follow each other.
+    /// Returns the bytes of a step's keys and values, which are adjacent.
     pub fn step_bytes(&self) -> usize {
         self.inner.b1_bytes() + self.inner.b2_bytes()
     }
@@ -42,12 +42,12 @@ impl MainloopTile {
         self.inner.rows() * (self.inner.pitch(self.inner.head_dim) + second)
     }
 
-    /// Which of the rows are heads.
+    /// Returns the assignment of rows to heads.
     pub fn cube_rows(&self) -> CubeRows {
         CubeRows::of_query(self.heads, self.inner.rows())
     }
 
-    /// The width of what is written.
+    /// Returns the width of the output.
     pub fn out_dim(&self) -> usize {
         match self.backward {
             true => self.inner.head_dim,
@@ -55,12 +55,12 @@ impl MainloopTile {
         }
     }
 
-    /// Whether the query's rows stay in registers.
+    /// Returns whether the query's rows stay in registers.
     pub fn kept(&self) -> bool {
         self.inner.warp_tiles == 1
     }
 
-    /// Operands of rows of a width that stay there, or one in their place.
+    /// Returns the number of operands of rows of this width in registers, or 1 if they are not kept.
     pub fn kept_depth(&self, dim: usize) -> usize {
         match self.kept() {
             true => self.inner.depth(dim),
@@ -68,23 +68,23 @@ impl MainloopTile {
         }
     }
 
-    /// Whether they get there by way of the last step's place, which nothing is copied to before.
+    /// Returns whether the rows are loaded through the memory of the last stage, which is not in use before.
     fn staged(&self) -> bool {
         self.kept() && self.own_bytes() <= self.step_bytes()
     }
 
-    /// The query's rows of width head_dim.
+    /// Returns the offset of the query's rows of width head_dim.
     pub fn own_offset(&self) -> usize {
         let stages = self.inner.stages - usize::from(self.staged());
         self.ring_offset() + stages * self.step_bytes()
     }
 
-    /// Those of width value_dim, which only the backward pass has.
+    /// Returns the offset of the rows of width value_dim, which only the backward pass has.
     pub fn second_offset(&self) -> usize {
         self.own_offset() + self.inner.rows() * self.inner.pitch(self.inner.head_dim)
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         let ring = self.ring_offset() + self.inner.stages * self.step_bytes();
         match self.staged() {
@@ -94,7 +94,7 @@ impl MainloopTile {
     }
 }
 
-/// So many heads that share a list, of so many queries one behind the other, and what fills them up, which repeats the last row and is not written.
+/// Rows of a cube: heads that share a list, for `queries` adjacent queries, and padding, which repeats the last row and is not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CubeRows {
     pub heads: usize,
@@ -103,7 +103,7 @@ pub struct CubeRows {
 }
 
 impl CubeRows {
-    /// Of a query alone.
+    /// Creates the rows of a single query.
     pub fn of_query(heads: usize, rows: usize) -> Self {
         Self {
             heads,
@@ -117,29 +117,29 @@ impl CubeRows {
     }
 }
 
-/// The lists of a launch: those of a query each, or of a group of neighbouring ones.
+/// Lists of a launch: of one query each, or of a group of adjacent ones.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Lists {
-    /// The group of the first.
+    /// Index of the first list.
     pub first: u32,
-    /// How many a head of keys has.
+    /// Number of lists per KV head.
     pub count: u32,
-    /// Numbers of each.
+    /// Number of entries of each.
     pub most: u32,
 }
 
-/// What these are.
+/// Entries of the lists.
 #[derive(CubeType, CubeLaunch)]
 pub struct ListTensors {
-    /// The keys or blocks that a list names, i32, negative for none,
+    /// Listed keys or blocks, i32, negative for empty entries.
     pub keys: Box<[i32]>,
-    /// and which of the queries that share the list named each; nothing reads it where a list is of one query.
+    /// Bit masks of the queries that listed each entry; not read if a list is of one query.
     pub masks: Box<[u32]>,
-    /// Numbers of each list, likewise.
+    /// Number of entries of each list; not read if a list is of one query.
     pub counts: Box<[u32]>,
 }
 
-/// How many of a group's queries there are, from its first on.
+/// Returns how many of a group's queries exist.
 #[cube]
 pub fn queries_from(first: u32, seq_q: u32, #[comptime] t: CubeRows) -> u32 {
     if comptime!(t.queries == 1) {
@@ -149,7 +149,7 @@ pub fn queries_from(first: u32, seq_q: u32, #[comptime] t: CubeRows) -> u32 {
     }
 }
 
-/// The query of a row, among the group's, of which so many exist.
+/// Returns the query of a row within the group, of which `queries` exist.
 #[cube]
 pub fn query_of_row(row: u32, queries: u32, #[comptime] t: CubeRows) -> u32 {
     if comptime!(t.queries == 1) {
@@ -159,7 +159,7 @@ pub fn query_of_row(row: u32, queries: u32, #[comptime] t: CubeRows) -> u32 {
     }
 }
 
-/// The head of a row, among those that share the list.
+/// Returns the head of a row, among those that share the list.
 #[cube]
 pub fn head_of_row(row: u32, #[comptime] t: CubeRows) -> u32 {
     let mut filled = row;
@@ -172,13 +172,13 @@ pub fn head_of_row(row: u32, #[comptime] t: CubeRows) -> u32 {
     filled
 }
 
-/// Where a row is in a contiguous tensor, from that of the first query and head on.
+/// Returns the offset of a row in a contiguous tensor, in rows from that of the first query and head.
 #[cube]
 pub fn place_of_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: CubeRows) -> u32 {
     head_of_row(row, t) * seq_q + query_of_row(row, queries, t)
 }
 
-/// Whether a row is a head's of a query that there is, and so to be written.
+/// Returns whether a row belongs to a head of an existing query, and so is written.
 #[cube]
 pub fn is_written(row: u32, queries: u32, #[comptime] t: CubeRows) -> bool {
     if comptime!(t.queries == 1 && t.filled() == t.rows) {

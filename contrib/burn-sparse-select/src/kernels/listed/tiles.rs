@@ -1,7 +1,8 @@
-//! Attention over lists of single keys in tiles: neighbouring queries attend to all keys that one of them sees, and a bit of each pair says whether it is listed.
+//! Attention over lists of single keys in masked tiles: adjacent queries attend to all keys that one of them sees, and a bit per pair says whether it is
+//! listed.
 //!
-//! Where a list has a good part of the keys, a tile of 128 queries meets nearly all of them anyway. Then keys are read once for all of its queries, by kernels
-//! that are made for it: those of a layout on the host, whose masks are made of the lists.
+//! If a list has a good part of the keys, a tile of 128 queries needs nearly all of them anyway. Keys are then read once for all of its queries, by the kernels
+//! of a layout on the host, whose masks are built from the lists.
 
 use std::sync::Arc;
 
@@ -14,23 +15,23 @@ use blocksparse_cubecl::on_device::{ChoiceTensor, choose_blocks};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::TOO_LARGE;
 
-/// Positions of a block of what is seen: those of the widest tile.
+/// Block size of the layout of visible pairs: that of the widest tile.
 const BLOCK: usize = 128;
 
-/// What a call runs in tiles.
+/// Plan of a call in tiles.
 #[derive(Clone, Debug)]
 pub struct ListedTiles {
     request: ListedRequest,
-    /// What is seen, listed or not.
+    /// Layout of visible pairs, listed or not.
     seen: BlockLayout,
     plan: Arc<AttentionPlan>,
 }
 
 impl ListedTiles {
-    /// Of a call, with scores that are scaled by this.
+    /// Plans a call whose logits are scaled by `scale`.
     ///
     /// # Errors
-    /// Why a device's kernels are not made for it.
+    /// The reason why the device's kernels do not serve it.
     pub fn new(client: &Client, request: &ListedRequest, scale: f64) -> Result<Self, String> {
         if !request.is_of_keys() {
             return Err("lists are of blocks".to_string());
@@ -63,15 +64,15 @@ impl ListedTiles {
         }
     }
 
-    /// What runs.
+    /// Returns the plan of the layout kernels.
     pub fn plan(&self) -> &Arc<AttentionPlan> {
         &self.plan
     }
 
-    /// The layout of lists as [`unique_keys`](blocksparse_cubecl::unique_keys) writes them. Launch plans are kept with it.
+    /// Returns the layout of lists that [`unique_keys`](blocksparse_cubecl::unique_keys) wrote. It caches launch plans.
     ///
     /// # Errors
-    /// [`KernelError`] if the pairs are more than 32 bits count.
+    /// [`KernelError`] if the index of a pair exceeds 32 bits.
     pub fn layout(&self, client: &Client, unique: &Handle) -> Result<BlockLayout, KernelError> {
         let lists = ChoiceTensor {
             handle: unique.clone(),
@@ -84,7 +85,7 @@ impl ListedTiles {
     }
 }
 
-/// The layout of a call, without its pairs.
+/// Returns the layout of a call, without its pairs.
 fn layout(request: &ListedRequest, seen: &BlockLayout) -> Result<BlockLayout, String> {
     let choice = DeviceChoice {
         patterns: [request.batch, request.kv_heads],
@@ -95,10 +96,10 @@ fn layout(request: &ListedRequest, seen: &BlockLayout) -> Result<BlockLayout, St
     BlockLayout::on_device_within(name, choice, seen).map_err(|error| error.to_string())
 }
 
-/// Layouts of recent shapes, with the plans that they keep.
+/// Layouts of recent shapes, with their cached plans.
 static RECENT: Recent<(LayoutShape, bool), BlockLayout> = Recent::new(8);
 
-/// All pairs, or those of queries with no later keys.
+/// Returns the layout of all pairs, or of causal ones.
 fn seen(shape: LayoutShape, causal: bool) -> Result<BlockLayout, String> {
     RECENT.get_or_try_make((shape, causal), || {
         let pattern = match causal {

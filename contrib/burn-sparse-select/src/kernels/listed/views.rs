@@ -1,4 +1,4 @@
-//! Tensors as kernels over lists get them.
+//! Tensors as arguments of kernels over lists.
 
 use blocksparse_cubecl::arch::sm80::address;
 use blocksparse_cubecl::call::TensorView;
@@ -6,10 +6,10 @@ use blocksparse_cubecl::mma::gather::{Strides, StridesLaunch, head_address};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::{check_rows, check_scale, is_u32};
 
-/// Elements of 16 bytes.
+/// Number of 16-bit elements of 16 bytes.
 pub const PIECE: usize = 8;
 
-/// Where gradients are added, contiguous.
+/// Contiguous destinations of accumulated gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct ListedGradients<'a> {
     /// `[batch, heads, seq_q, head_dim]`
@@ -20,14 +20,14 @@ pub struct ListedGradients<'a> {
     pub v: &'a Handle,
 }
 
-/// A tensor as a kernel gets it: its words, and how far apart its rows are.
+/// A tensor in a kernel: its words, and the strides of its rows.
 #[derive(CubeType, CubeLaunch)]
 pub struct Input {
     pub words: Box<[u32]>,
     pub strides: Strides,
 }
 
-/// The address of a head's first row.
+/// Returns the address of a head's first row.
 #[cube]
 pub fn first_row(tensor: &Input, batch: u32, head: u32) -> u64 {
     head_address(
@@ -38,12 +38,12 @@ pub fn first_row(tensor: &Input, batch: u32, head: u32) -> u64 {
     )
 }
 
-/// Words of so many halves.
+/// Returns the number of words of `elements` 16-bit elements.
 pub fn words(elements: usize) -> usize {
     elements.div_ceil(2)
 }
 
-/// A tensor with its strides,
+/// Returns the launch argument of a tensor with its strides.
 pub fn input(tensor: &TensorView) -> InputLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
         1 => 0,
@@ -53,17 +53,17 @@ pub fn input(tensor: &TensorView) -> InputLaunch {
     InputLaunch::new(words_of(tensor), strides)
 }
 
-/// and without them.
+/// Returns the launch argument of a tensor's words.
 pub fn words_of(tensor: &TensorView) -> BufferArg {
     buffer(&tensor.handle, words(tensor.reach()))
 }
 
-/// Whether rows of keys or values are more than 4 GB apart.
+/// Returns whether rows of keys or values are more than 4 GB apart.
 pub fn far_rows(tensors: [&TensorView; 2]) -> bool {
     (tensors.iter()).any(|tensor| tensor.shape[2] > 1 && !is_u32(tensor.strides[2] * 2))
 }
 
-/// Checks q, k, v, and the output's gradient where there is one, and the scale.
+/// Checks q, k, v, the output's gradient if present, and the scale.
 ///
 /// # Errors
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.

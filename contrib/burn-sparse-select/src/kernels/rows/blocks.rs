@@ -1,41 +1,42 @@
-//! Blocks of neighbouring rows: their means, and how alike their rows are.
+//! Means of blocks of adjacent rows, and the self-similarity of these blocks.
 
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// Shorter rows have no direction.
+/// Lower bound of a row's norm, which avoids division by zero.
 const SHORTEST: f32 = 1e-18;
 
-/// Rows that a unit loads before it adds the first of them, the most that a block has for it: what is in flight is what memory's speed depends on.
+/// Number of rows that a unit loads before it adds the first of them: for blocks with enough rows, and for others. Memory throughput depends on the number of
+/// loads in flight.
 const AT_A_TIME: [usize; 2] = [8, 4];
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BlockKind {
     tile: RowTile,
-    /// Rows of a unit at a time.
+    /// Number of rows that a unit loads at a time.
     rows: usize,
-    /// Whether lists are wanted that have at least a limit, where not all are.
+    /// True if only lists at or above a limit are computed, instead of those below it.
     above: bool,
 }
 
-/// Lists of rows, and how they are cut.
+/// Sizes of a tensor of lists of rows, and of its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RowBlocks {
-    /// Sequences.
+    /// Number of lists.
     pub lists: usize,
-    /// Rows of each, at least one.
+    /// Number of rows of a list, at least one.
     pub rows: usize,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub width: usize,
-    /// Rows of a block; a sequence's last may have fewer.
+    /// Number of rows of a block; a list's last block may have fewer.
     pub block: usize,
 }
 
 impl RowBlocks {
-    /// Of so many lists of rows of a width.
+    /// Creates the sizes of `lists` lists.
     pub fn new(lists: usize, [rows, width]: [usize; 2], block: usize) -> Self {
         Self {
             lists,
@@ -45,7 +46,7 @@ impl RowBlocks {
         }
     }
 
-    /// Blocks of a sequence.
+    /// Returns the number of blocks of a list.
     pub fn blocks(&self) -> usize {
         self.rows.div_ceil(self.block)
     }
@@ -54,15 +55,16 @@ impl RowBlocks {
 /// Sizes of a tensor's blocks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Of a list.
+    /// Number of rows of a list.
     rows: usize,
     blocks: usize,
-    /// Blocks of all lists.
+    /// Number of blocks of all lists.
     count: usize,
 }
 
-/// A cube has a block: its mean in `means` `[lists, blocks, width]`, and, if it is wanted, the squared length of its directions' mean in `alike`
-/// `[lists, blocks]`. Those behind the last have blocks of the second tensor, if there is one, whose rows and blocks are as wide. `less` is of the first.
+/// Computes for each block, one per cube, its mean in `means` `[lists, blocks, width]` and optionally the squared length of its mean direction in `alike`
+/// `[lists, blocks]`. Cubes after those of the first tensor process an optional second tensor of the same row width and block size. `less` applies to the first
+/// tensor.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn of_blocks<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -89,7 +91,7 @@ fn of_blocks<E: Float, N: Size>(
     let rows = select(is_second, second_sizes.rows, sizes.rows);
     let blocks = select(is_second, second_sizes.blocks, sizes.blocks);
     let count = select(is_second, second_sizes.count, sizes.count);
-    // Cubes beyond the last block do it again.
+    // Surplus cubes repeat the last block.
     let at_block = (CUBE_POS - select(is_second, sizes.count, 0usize)).min(count - 1);
     let list = at_block / blocks;
     let first = at_block % blocks * block;
@@ -122,7 +124,7 @@ fn of_blocks<E: Float, N: Size>(
             ComptimeOption::None => {}
         }
     }
-    // Every unit meets every barrier: groups behind the last row have it again, and it counts for nothing.
+    // Every unit must reach every barrier: groups after the last row repeat it with weight 0.
     let mut own = Array::<Vector<E, N>>::new(comptime!(c.rows * vectors));
     let mut steps = members.div_ceil(comptime!(c.rows * tile.rows));
     if !is_wanted(&only, list, limit, comptime!(c.above)) {
@@ -250,7 +252,7 @@ fn of_blocks<E: Float, N: Size>(
     }
 }
 
-/// A unit puts its sums where those of its group's row are.
+/// Writes a unit's sums to its group's row in shared memory.
 #[cube]
 fn share_sums<N: Size>(
     sums: &Array<Vector<f32, N>>,
@@ -272,7 +274,7 @@ fn share_sums<N: Size>(
     }
 }
 
-/// The sum of a channel over all groups.
+/// Sums a channel over all groups.
 #[cube]
 fn sum_of_channel(
     numbers: &Shared<[f32]>,
@@ -286,7 +288,7 @@ fn sum_of_channel(
     }
     sum
 }
-/// A unit adds up a channel of all groups' sums, and writes `part` of it.
+/// Sums the channels over all groups and writes each times `part`.
 #[cube]
 fn write_means(
     numbers: &Shared<[f32]>,
@@ -303,35 +305,35 @@ fn write_means(
     }
 }
 
-/// Rows in blocks, and where what is made of each goes.
+/// Rows in blocks, and the destination of their means.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocked<'a> {
     /// Contiguous `[lists, rows, width]`.
     pub x: &'a Handle,
-    /// How rows are cut.
+    /// Sizes of the rows and blocks.
     pub of: &'a RowBlocks,
     /// `[lists, blocks, width]`, f32.
     pub means: &'a Handle,
 }
 
-/// What a launch may have beside its rows.
+/// Optional inputs and outputs of [`block_means`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Beside<'a> {
-    /// Another tensor of the same type: blocks have as many rows, and rows are as wide.
+    /// A second tensor with the same dtype, block size and row width.
     pub second: Option<Blocked<'a>>,
-    /// Where the mean of the cosines of all pairs of a block's rows goes, which is the square of the length of their directions' mean: `[lists, blocks]`, f32, of
-    /// each tensor.
+    /// Destinations of the mean cosine of all pairs of a block's rows, which equals the squared length of their mean direction: `[lists, blocks]`, f32, one per
+    /// tensor.
     pub alike: Option<[&'a Handle; 2]>,
-    /// What rows of the first tensor are taken less: `[lists, width]`, f32.
+    /// Vectors to subtract from the rows of the first tensor: `[lists, width]`, f32.
     pub less: Option<&'a Handle>,
-    /// Lists of the first tensor that are wanted: the rows of others are not read, and their means are 0.
+    /// Lists of the first tensor to compute. Rows of other lists are not read, and their means are 0.
     pub only: Option<OnlyLists<'a>>,
 }
 
-/// The mean of each block of rows, and what is wanted beside; sums are f32.
+/// Computes the mean of each block of rows, and the optional outputs; sums are f32.
 ///
 /// # Errors
-/// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
+/// [`KernelError`] if the device cannot index the elements, or a row is too wide for a cube.
 pub fn block_means(
     client: &Client,
     element: ElemType,
@@ -373,7 +375,7 @@ pub fn block_means(
     }
     let vectors = both.map(|of| of.lists * of.rows * tile.row_vectors);
     let sizes = |i: usize| SizesLaunch::new(both[i].rows, both[i].blocks(), count[i]);
-    // SAFETY: a unit reads its vectors of rows of its block, which are below `rows`, and of its list; one unit writes each number of a block.
+    // SAFETY: a unit reads vectors of rows of its own block, which are below `rows` and in its list; each element of a block has one writer.
     unsafe {
         of_blocks::launch_unchecked(
             client,
@@ -400,18 +402,18 @@ pub fn block_means(
     Ok(())
 }
 
-/// Of lists those that are wanted.
+/// Condition that selects lists.
 #[derive(Clone, Copy, Debug)]
 pub struct OnlyLists<'a> {
-    /// `[lists]`, f32.
+    /// One number per list: `[lists]`, f32.
     pub numbers: &'a Handle,
     pub lists: usize,
     pub limit: f32,
-    /// Whether lists are wanted whose number is at least the limit, or all others.
+    /// True to select lists whose number is at least the limit, false for all others.
     pub above: bool,
 }
 
-/// The lists' numbers as a launch has them.
+/// Returns the lists' numbers as a launch argument.
 pub(crate) fn numbers_of<T: LaunchArg<RuntimeArg = BufferArg>>(
     only: Option<OnlyLists>,
 ) -> ComptimeOptionArgs<T> {
@@ -421,7 +423,7 @@ pub(crate) fn numbers_of<T: LaunchArg<RuntimeArg = BufferArg>>(
     )
 }
 
-/// Whether a list is wanted: each is where there are no numbers.
+/// Returns whether a list is selected. Without numbers every list is.
 #[cube]
 pub(crate) fn is_wanted(
     only: &ComptimeOption<Box<[f32]>>,

@@ -1,4 +1,4 @@
-//! Branches added, each times the gate of a row, and their gradients.
+//! Sums of branches, each times a gate per row, and their gradients.
 
 use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::prelude::*;
@@ -7,15 +7,15 @@ use blocksparse_cubecl::rows::norm_shape::{check_buffers, has, place, sum_of};
 use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// How many branches there may be.
+/// Maximum number of branches.
 pub const MOST_BRANCHES: usize = 3;
 
-/// Some of the branches, by their gates' places in a row: known to the compiler.
+/// A subset of the branches, as indices of their gates in a row, known at compile time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Columns {
-    /// How many.
+    /// Number of branches in the subset.
     count: usize,
-    /// Where; those behind the last say nothing.
+    /// Indices of the gates; entries from `count` on are unspecified.
     of: [usize; MOST_BRANCHES],
 }
 
@@ -34,7 +34,7 @@ impl Columns {
     }
 }
 
-/// `out = Σ gate · branch`: a unit has one vector.
+/// Computes `out = Σ gate · branch`, one vector per unit.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn forward<E: Float, G: Float, A: Float, N: Size>(
     branches: Sequence<Box<[Vector<E, N>]>>,
@@ -60,20 +60,20 @@ fn forward<E: Float, G: Float, A: Float, N: Size>(
     }
 }
 
-/// What the backward pass is compiled for.
+/// Compile-time parameters of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BackwardKind {
     tile: RowTile,
     row_gates: usize,
-    /// The branches that are read, for their gates' gradients,
+    /// Branches to read, for the gradients with respect to their gates.
     read: Columns,
-    /// and those whose gradients are written.
+    /// Branches whose gradients are written.
     written: Columns,
-    /// The gates of branches that are not there, whose gradients are 0.
+    /// Missing branches, whose gates have gradients of 0.
     none: Columns,
 }
 
-/// `by_branch = gate · grad` and `by_gate = Σ grad ∘ branch` over a row, by one reading of `grad` and of the branches.
+/// Computes `by_branch = gate · grad` and `by_gate = Σ grad ∘ branch` over a row, reading `grad` and the branches once.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<E: Float, G: Float, A: Float, N: Size>(
     grad: &[Vector<E, N>],
@@ -90,7 +90,7 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
     let lane = unit % comptime!(tile.lanes);
     let row = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
     let exists = row < rows;
-    // Units behind the last row read it once more: every unit meets every barrier.
+    // Every unit must reach every barrier: units after the last row read it again.
     let row = min(row, rows - 1);
     let start = row * comptime!(tile.row_vectors);
     let first = row * comptime!(k.row_gates);
@@ -157,14 +157,14 @@ fn check(
         return Err(KernelError::limit("branches", most, branches));
     }
     check_types(client.properties(), types)?;
-    // Those of the backward pass: three more than what is read and written of each branch.
+    // The backward pass binds three buffers, and two per branch.
     check_buffers(client, 3 + 2 * MOST_BRANCHES)?;
     let [element, _] = types;
     RowTile::new(client.properties(), width, element, usize::MAX)
         .ok_or_else(|| KernelError::limit("a row's numbers", usize::MAX as u64, width))
 }
 
-/// How [`gated_sum`] and its backward pass are launched, of so many branches of `element`, and gates of a type.
+/// Returns the launch plan of [`gated_sum`] and its backward pass as text, for branches and gates of these types.
 pub fn gated_text(
     client: &Client,
     width: usize,
@@ -178,11 +178,11 @@ pub fn gated_text(
     ))
 }
 
-/// `out = Σ gate · branch`, each row of a branch times one number, rounded once: contiguous `[rows, width]` all, and gates `[rows, branches]`, of the
-/// branches in their order, one for each place, three at most. Gates of branches that are not there are not read. `out` may be a branch.
+/// Computes `out = Σ gate · branch` per row and rounds once. All tensors are contiguous: branches `[rows, width]`, gates `[rows, branches]`. At most three
+/// branches; gates of missing branches are not read. `out` may alias a branch.
 ///
 /// # Errors
-/// [`KernelError`] if there are more branches, or the device lacks a type, does not bind nine buffers or cannot index the numbers.
+/// [`KernelError`] if there are more branches, or if the device lacks a type, does not bind nine buffers or cannot index the elements.
 pub fn gated_sum(
     client: &Client,
     branches: &[Option<&Handle>],
@@ -204,8 +204,8 @@ pub fn gated_sum(
     for branch in branches.iter().flatten() {
         read.push(buffer(branch, vectors));
     }
-    // SAFETY: a unit reads one vector below `vectors` of each branch, and its row's gates, and writes the same vector; the buffers have the lengths
-    // they say (see `buffer`). Where `out` is a branch it is read by the unit that writes it, before.
+    // SAFETY: a unit reads one vector below `vectors` of each branch and its row's gates, and writes the same vector; the buffers have the lengths that
+    // `buffer` gets. If `out` aliases a branch, the unit reads its vector before it writes it.
     unsafe {
         forward::launch_unchecked(
             client,
@@ -226,22 +226,21 @@ pub fn gated_sum(
     Ok(())
 }
 
-/// The backward pass of [`gated_sum`].
+/// Arguments of the backward pass of [`gated_sum`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatedBackward<'a> {
-    /// By the sum, `[rows, width]`.
+    /// Gradient with respect to the sum, `[rows, width]`.
     pub grad: Typed<'a>,
-    /// As the sum had them, in the type of `grad`.
+    /// Branches of the forward pass, in the type of `grad`.
     pub branches: &'a [Option<&'a Handle>],
     /// `[rows, branches]`
     pub gates: Typed<'a>,
-    /// By each branch, to be written where it is wanted: `[rows, width]`. The last of them may be `grad`'s buffer.
+    /// Destinations of the wanted gradients with respect to branches: `[rows, width]`. The last one may alias `grad`.
     pub by_branches: &'a [Option<&'a Handle>],
-    /// By the gates in their type, to be written: `[rows, branches]`, 0 for those of branches that are not there.
+    /// Destination of the gradients with respect to gates, in their type: `[rows, branches]`, 0 for missing branches.
     pub by_gates: Option<&'a Handle>,
 }
 
-/// Runs a backward pass.
 pub fn gated_sum_backward(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -278,9 +277,9 @@ pub fn gated_sum_backward(
         .max(2 * tiles * tile.rows);
     let address = address_of(client, largest)?;
     let cubes = spread(client, tiles as u64)?;
-    // SAFETY: a unit reads vectors of a row below `rows`, and the row's gates; it writes its own vectors of a row that exists, and the first lane the row's
-    // gates' gradients. The buffers have the lengths they say (see `buffer`). Where a gradient is in `grad`'s place, it is read by the unit that writes it,
-    // before; what others read of it behind a row's end they throw away.
+    // SAFETY: a unit reads vectors of a row below `rows` and the row's gates. It writes only its own vectors of an existing row, and the first lane writes the
+    // gates' gradients of the row. The buffers have the lengths that `buffer` gets. If a gradient aliases `grad`, the unit reads its vector before it writes
+    // it; units after the last row may read overwritten data, but discard it.
     unsafe {
         backward::launch_unchecked(
             client,

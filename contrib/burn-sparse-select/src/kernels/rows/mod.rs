@@ -1,4 +1,4 @@
-//! Kernels of rows that choices by content are made of: top-k of rows, means of blocks, gated sums.
+//! Row-wise kernels that selections use: top-k of rows, means of blocks, gated sums.
 
 pub(crate) mod blocks;
 pub(crate) mod gates;

@@ -1,4 +1,4 @@
-//! The highest numbers of rows, by [`radix_select`](blocksparse_cubecl::primitives::radix_select), a cube a row.
+//! Top-k of rows by [`radix_select`](blocksparse_cubecl::primitives::radix_select), one row per cube.
 
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{
@@ -14,7 +14,7 @@ struct Sizes {
     most: usize,
 }
 
-/// Elements of a row, of which this is the first vector.
+/// Elements of a row that starts at vector `start`.
 #[derive(CubeType, Clone, Copy)]
 struct Numbers {
     start: usize,
@@ -40,7 +40,7 @@ fn top_k<N: Size>(
     #[comptime] t: RadixTile,
 ) {
     let mut places = places;
-    // Cubes beyond the last row make it again.
+    // Surplus cubes repeat the last row.
     let row = CUBE_POS.min(sizes.rows - 1);
     let keys = Numbers {
         start: row * sizes.columns / N::value(),
@@ -65,12 +65,12 @@ fn top_k<N: Size>(
     );
 }
 
-/// The columns of the `most` highest elements of each row, of equal ones the earlier, NaN the lowest: `lists` are i32 `[groups, rows, most]`, ascending, of f32
-/// `numbers` `[groups, rows, columns]`, contiguous, `most` at most as many as there are columns. `places`, i32 as `numbers`, say of each number where it stands
-/// in the lists of its group, `row · most` and its place in the row's, or −1.
+/// Returns the columns of the `most` highest elements of each row, ties in favor of the earlier, NaN lowest. `lists` are i32 `[groups, rows, most]`, ascending,
+/// for contiguous f32 `numbers` `[groups, rows, columns]`; `most` is at most `columns`. `places`, i32 in the shape of `numbers`, holds for each element its
+/// index in the lists of its group, `row · most` plus its index in the row's list, or −1.
 ///
 /// # Errors
-/// As [`RadixTile::new`], or if the device does not index as many numbers.
+/// Those of [`RadixTile::new`], or if the device cannot index the elements.
 pub fn topk_rows(
     client: &Client,
     [groups, of_group, columns]: [usize; 3],
@@ -87,7 +87,7 @@ pub fn topk_rows(
         return Ok(());
     }
     let vector = vector_of(client, columns, numbers.offset_start);
-    // SAFETY: a cube reads the elements of its row and writes its list and places; the buffers have the lengths they say.
+    // SAFETY: a cube reads the elements of its row and writes its list and places; the buffers have the lengths that `buffer` gets.
     unsafe {
         top_k::launch_unchecked(
             client,

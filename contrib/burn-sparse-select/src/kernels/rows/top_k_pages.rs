@@ -1,4 +1,4 @@
-//! The pages of the highest scores, by [`radix_select`](blocksparse_cubecl::primitives::radix_select) over blocks of them, a cube a row.
+//! Top-k of pages by [`radix_select`](blocksparse_cubecl::primitives::radix_select) over blocks of pages, one row per cube.
 
 use blocksparse::Always;
 use blocksparse_cubecl::prelude::*;
@@ -7,30 +7,29 @@ use blocksparse_cubecl::primitives::radix_select::{
 };
 use blocksparse_cubecl::shared::order_key::key;
 
-/// What a call is.
+/// Sizes of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct TopKPagesShape {
-    /// Page lists.
+    /// Number of page lists.
     pub batch: usize,
-    /// Heads of keys.
     pub kv_heads: usize,
-    /// Rows of the table of a page list: 1 or `kv_heads`.
+    /// Number of rows of a page list's table: 1 or `kv_heads`.
     pub tables: usize,
-    /// Entries of a row of the table, which have scores.
+    /// Number of entries of a table row, each of which has a score.
     pub entries: usize,
-    /// Slots of a page.
+    /// Number of slots of a page.
     pub page: usize,
-    /// Pages of a block: they are kept together, by the sum of their scores.
+    /// Number of pages of a block. They are selected together, by the sum of their scores.
     pub block: usize,
-    /// Blocks that are chosen by score, at most, and those that have a place in a list.
+    /// Upper bound of the blocks that are selected by score, and capacity of a list in blocks.
     pub chosen: usize,
     pub kept: usize,
-    /// Blocks that are kept whatever their score: the first, and up to the one in which a page list ends, which is one of them.
+    /// Blocks that are selected regardless of their score: the first ones, and the last ones up to the end of a page list, at least the last block.
     pub forced: Always,
 }
 
 impl TopKPagesShape {
-    /// Pages that are listed for each page list.
+    /// Returns the number of pages of a result list.
     fn listed(&self) -> usize {
         self.kept.saturating_mul(self.block)
     }
@@ -42,21 +41,21 @@ struct Sizes {
     kv_heads: usize,
     tables: usize,
     entries: usize,
-    /// Blocks that are chosen by score, at most, and those that have a place in a list.
+    /// Upper bound of the blocks that are selected by score, and capacity of a list in blocks.
     chosen: usize,
     kept: usize,
-    /// Forced ones: the first, and up to the last of a page list.
+    /// Number of forced blocks at the start and at the end of a page list.
     first: usize,
     local: usize,
 }
 
-/// Sums of the scores of blocks as keys.
+/// Sums of scores of blocks, as sort keys.
 #[derive(CubeType, Clone, Copy)]
 struct BlockScores {
-    /// The row's first score, and the last.
+    /// Index of the row's first and last score.
     start: usize,
     last: usize,
-    /// Pages of a block.
+    /// Number of pages of a block.
     #[cube(comptime)]
     block: usize,
 }
@@ -77,8 +76,8 @@ impl RowKeys for BlockScores {
     }
 }
 
-/// The forced blocks of a page list and those of the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
-/// `[batch, kv_heads, kept · block]` entries of the table, −1 where there are fewer.
+/// Returns the forced blocks of a page list and those with the highest `scores` `[batch, kv_heads, entries]` between them, ascending, as pages:
+/// `[batch, kv_heads, kept · block]` table entries, −1 where there are fewer.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn top_k<N: Size>(
     scores: &[Vector<u32, N>],
@@ -89,13 +88,13 @@ fn top_k<N: Size>(
     #[comptime] block: usize,
     #[comptime] t: RadixTile,
 ) {
-    // Cubes beyond the last row make it again.
+    // Surplus cubes repeat the last row.
     let at_row = CUBE_POS.min(sizes.rows - 1);
     let head = at_row % sizes.kv_heads;
     let page_list = at_row / sizes.kv_heads * sizes.tables + head % sizes.tables;
     let slots = max(spans[page_list * 4], 0i32) as usize;
     let pages = slots.div_ceil(page).min(sizes.entries);
-    // Blocks that are chosen from, which are whole: those before and behind them are forced.
+    // Candidate blocks, all of them complete. The blocks before and after are forced.
     let own_blocks = (max(pages, 1usize) - 1) / block + 1;
     let high = own_blocks - min(sizes.local, own_blocks);
     let low = min(sizes.first, high);
@@ -127,7 +126,7 @@ fn top_k<N: Size>(
         block,
         t,
     );
-    // The first blocks that are forced, then the last ones, and nothing behind them.
+    // Writes the first forced blocks, then the last ones, and −1 after them.
     let into = at_row * sizes.kept * block;
     let mut at = UNIT_POS as usize;
     while at < low * block {
@@ -143,9 +142,9 @@ fn top_k<N: Size>(
     }
 }
 
-/// Of each page list and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
-/// scores: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the page list's pages count;
-/// `spans` are `[batch, tables, 4]`, i32; `pages` are i32 `[batch, kv_heads, kept · block]`: entries of the table, ascending, and −1 behind them. Contiguous.
+/// Selects blocks of pages for each page list and KV head: the forced ones, including the one in which the list ends, and those with the highest scores; ties
+/// in favor of the earlier, NaN lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the list's pages count; `spans` are i32
+/// `[batch, tables, 4]`; `pages` are i32 `[batch, kv_heads, kept · block]`: table entries, ascending, then −1. All contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the scores, or its cubes are too small.
@@ -157,7 +156,8 @@ pub fn topk_pages(
     pages: &Handle,
 ) -> Result<(), KernelError> {
     let rows = shape.batch * shape.kv_heads;
-    // A step has few rows, each of which a cube's units wait for: four times as many as a long row's have fewer counts each.
+    // There are few rows per decoding step, and each waits for a single cube. Passing four times the columns selects a tile with more units, each with fewer
+    // elements.
     let columns = shape.entries.div_ceil(shape.block).saturating_mul(4);
     let tile = RadixTile::new(client, columns)?;
     let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
@@ -166,9 +166,9 @@ pub fn topk_pages(
     if rows * shape.entries * shape.kept == 0 {
         return Ok(());
     }
-    // More are none's, and numbers of a kernel are small.
+    // Clamped to the number of blocks, because kernel arguments are narrow.
     let blocks = shape.entries.div_ceil(shape.block);
-    // SAFETY: a cube reads the scores of its row and writes the pages of its row; the buffers have the lengths they say.
+    // SAFETY: a cube reads the scores of its row and writes the pages of its row; the buffers have the lengths that `buffer` gets.
     unsafe {
         top_k::launch_unchecked(
             client,

@@ -1,18 +1,18 @@
-//! The means of all rows of sequences, by means of blocks: a sequence is more than a cube adds up in time.
+//! Means of all rows of a list via means of blocks: a single cube would take too long to sum a list.
 
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use blocksparse_cubecl::prelude::*;
 
-/// Units of a cube side by side, each with a channel.
+/// Number of adjacent channels of a cube, one per unit.
 const CHANNELS: usize = 64;
 
-/// Units that share a channel.
+/// Number of units that share a channel.
 const PARTS: usize = 4;
 
-/// Means that a unit loads before it adds the first of them.
+/// Number of means that a unit loads before it adds the first of them.
 const AT_A_TIME: usize = 8;
 
-/// How the means are made.
+/// Sizes of the lists and their blocks.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
     lists: usize,
@@ -22,12 +22,12 @@ struct Sizes {
     width: usize,
 }
 
-/// A cube has channels of a list. Each block weighs as many rows as it has.
+/// Computes the weighted mean of block means, with some channels of a list per cube. Blocks are weighted by their number of rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
     let unit = UNIT_POS as usize;
     let columns = of.width.div_ceil(comptime!(CHANNELS));
-    // Cubes beyond the last do it again.
+    // Surplus cubes repeat the last one.
     let cube = CUBE_POS.min(of.lists * columns - 1);
     let list = cube / columns;
     let channel = cube % columns * comptime!(CHANNELS) + unit % comptime!(CHANNELS);
@@ -57,7 +57,7 @@ fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
     }
 }
 
-/// The mean of all rows of each list of `x`, contiguous `[lists, rows, width]` with at least one row: `[lists, width]`, f32.
+/// Computes the mean of all rows of each list of `x`, contiguous `[lists, rows, width]` with at least one row: f32 `[lists, width]`.
 pub(crate) fn whole_means(
     client: &Client,
     element: ElemType,
@@ -65,7 +65,7 @@ pub(crate) fn whole_means(
     [lists, rows, width]: [usize; 3],
 ) -> Result<Handle, KernelError> {
     let made = |numbers: usize| client.empty(numbers * size_of::<f32>());
-    // Both launches have about as much to add up in turn.
+    // This block size balances the sequential sums of both launches.
     let block = (2 * rows.isqrt()).max(1);
     let of = RowBlocks::new(lists, [rows, width], block);
     let blocks = of.blocks();
@@ -81,7 +81,7 @@ pub(crate) fn whole_means(
         return Ok(whole);
     }
     let numbers = lists * blocks * width;
-    // SAFETY: units read means of blocks that there are, and one writes each channel of a list.
+    // SAFETY: units read means of existing blocks, and each channel of a list has one writer.
     unsafe {
         of_means::launch_unchecked(
             client,

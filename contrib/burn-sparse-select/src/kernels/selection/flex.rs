@@ -1,12 +1,13 @@
-//! Blocks by means where those are to be trusted, else those that kept keys and distances touch: lists choose in one of two ways, on the device.
+//! Block selection in one of two ways per list, decided on the device: by means where these are accurate, otherwise by the blocks that selected keys and
+//! distances touch.
 //!
 //! ```text
-//! divergences   how far the attention that blocks get is from what means say      a cube a list
-//! scores        by the way that this decides                                      a unit a score
+//! divergences   √JS between the attention of blocks and its estimate by means   a list per cube
+//! scores        scores by the way that the divergence selects                   a score per unit
 //! ```
 //!
-//! What is kept of a list is looked for only by the way that it takes. Where the products of the last queries are not in memory, blocks' shares come before the
-//! sums over keys and distances, which lists that means decide for do not have at all.
+//! Each list computes a selection only for the way that it takes. Where the products of the last queries are not stored, the shares of blocks are computed
+//! before the sums over keys and distances, and lists that select by means skip these sums.
 
 use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
 use crate::kernels::selection::line_weights::{LineSizes, LineWeights, RUN};
@@ -19,30 +20,30 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use burn_fused_ops::kernels::linear::UNWANTED;
 
-/// When heads choose in which of two ways, and what they keep at least.
+/// Threshold between the two ways, and the least selection.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FlexLimits {
-    /// How far an estimate may be from what it estimates, √JS.
+    /// Largest distance of the estimate from the attention, √JS.
     pub threshold: f64,
-    /// So many blocks of keys and distances between blocks are kept by either way; 0: none but what is forced.
+    /// Number of key blocks and of block distances that both ways keep at least; 0: only forced ones.
     pub blocks: usize,
 }
 
-/// What heads choose by that do it in one of two ways.
+/// Inputs of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct FlexTensors<'a> {
     /// `[lists, seq_q, width]`.
     pub q: &'a Handle,
-    /// The last block of them, `[lists, queries, width]`.
+    /// Last block of queries, `[lists, queries, width]`.
     pub last: &'a Handle,
     /// `[kv lists, seq_kv, width]`.
     pub k: &'a Handle,
 }
 
-/// Scores of 1 and 0 of `of`'s rows: in each list, if the attention of the last block of queries to blocks of keys is no less than `threshold` (√JS) from what
-/// means say, those of [`touched_blocks`](crate::kernels::selection::touched_blocks), with a share of keys and of distances; else the highest of the softmax of products of means,
-/// with the same share of the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many
-/// distances between blocks, by what the last block of queries gives them.
+/// Writes scores of 1 and 0 of the rows of `of`. A list whose attention of the last block of queries differs from the estimate by means by at least `threshold`
+/// (√JS) gets those of [`touched_blocks`](crate::kernels::selection::touched_blocks), with a share of keys and of distances. Other lists get 1 for the largest
+/// elements of the softmax of products of means that cover the same share of the total. The first block always has 1, and so have the heaviest `limits.blocks`
+/// key blocks, and as many block distances, by the attention of the last block of queries.
 pub fn flex_blocks(
     client: &Client,
     element: ElemType,
@@ -115,7 +116,7 @@ pub fn flex_blocks(
         Some(weights) if b.is_multiple_of(RUN) => {
             let attention = made(lists * blocks);
             weights.by_blocks(client, b, &attention)?;
-            // The heaviest blocks are wanted of all lists.
+            // With a least selection, all lists need their sums.
             let unwanted = (!has_least).then(|| (weights.logs(), queries));
             apart.find(&attention, blocks, unwanted)?;
             weights.sums(client, &sums)?;
@@ -136,11 +137,11 @@ pub fn flex_blocks(
             of.heaviest(client, &attention, limits.blocks)?,
             2 * lists * of.flags(),
         ),
-        // Not read.
+        // Unused placeholder.
         false => (made(1), 1),
     };
 
-    // Only lists that go by means need those of their queries.
+    // Only lists that select by means need the means of all queries.
     let by = Some(apart.only(false));
     let q_means = means_of(q, [lists, seq_q, b], by)?;
     let seen = SeenRows {
@@ -157,7 +158,7 @@ pub fn flex_blocks(
         kept: of.kept,
     };
     least_kept(client, &by_means, &lines, by, &least)?;
-    // SAFETY: a unit below `count` reads what its list has, and writes its score.
+    // SAFETY: a unit below `count` reads data of its own list and writes its own score.
     unsafe {
         flex_scores::launch_unchecked(
             client,
@@ -179,20 +180,21 @@ pub fn flex_blocks(
     Ok(())
 }
 
-/// How far lists' attention is from what means say.
+/// Distances between the lists' attention and its estimate.
 struct Apart<'a> {
     client: &'a Client,
     lists: usize,
     blocks: usize,
-    /// `[lists, blocks]`.
+    /// Estimate by means, `[lists, blocks]`.
     estimate: &'a Handle,
-    /// `[lists]`, √JS.
+    /// Distances √JS, `[lists]`.
     apart: Handle,
     limit: f32,
 }
 
 impl Apart<'_> {
-    /// Of what blocks get, `attention` `[lists, step]`. Lists that are less apart than the limit have no use for their `unwanted` logarithms, so many each.
+    /// Computes the distances from `attention` `[lists, step]`. Lists below the limit get a marker in the first of their `unwanted` logarithms, which skips
+    /// their sums.
     fn find(
         &self,
         attention: &Handle,
@@ -201,7 +203,7 @@ impl Apart<'_> {
     ) -> Result<(), KernelError> {
         let lists = self.lists;
         let each = unwanted.map_or(0, |(_, each)| each);
-        // SAFETY: a cube reads the blocks of its list and writes how far apart they are, and the list's first logarithm.
+        // SAFETY: a cube reads the blocks of its list, and writes its distance and the list's first logarithm.
         unsafe {
             divergences::launch_unchecked(
                 self.client,
@@ -223,7 +225,7 @@ impl Apart<'_> {
         Ok(())
     }
 
-    /// The lists that are apart, or the others.
+    /// Returns a condition that selects lists at or above the limit, or the others.
     fn only(&self, apart: bool) -> OnlyLists<'_> {
         OnlyLists {
             numbers: &self.apart,
@@ -234,7 +236,7 @@ impl Apart<'_> {
     }
 }
 
-/// `x · ln(2x / (x + y))`, 0 of 0.
+/// Computes `x · ln(2x / (x + y))`, 0 for x = 0.
 #[cube]
 fn part_of_divergence(x: f32, y: f32) -> f32 {
     let ratio = max(
@@ -244,8 +246,8 @@ fn part_of_divergence(x: f32, y: f32) -> f32 {
     x * ratio.ln()
 }
 
-/// √JS of each list: of `estimate` `[lists, blocks]`, and of `attention` `[lists, step]` as shares of its whole. Of lists that are less apart than
-/// the limit the first of `each` logarithms becomes one of no use.
+/// Computes √JS of each list, between `estimate` `[lists, blocks]` and `attention` `[lists, step]` normalized to sum 1. Lists below the limit get [`UNWANTED`]
+/// in the first of their `each` logarithms.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn divergences(
     estimate: &[f32],
@@ -260,7 +262,7 @@ fn divergences(
     #[comptime] tile: RowTile,
 ) {
     let mut logs = logs;
-    // Cubes beyond the last list have it again.
+    // Surplus cubes repeat the last list.
     let list = CUBE_POS.min(lists - 1);
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
     let mut whole = 0.0f32.runtime();
@@ -281,7 +283,7 @@ fn divergences(
     }
     let sum = across_lanes::<f32>(sum, &mut shared, tile, Combine::Sum);
     if UNIT_POS == 0 {
-        // Rounding may leave less than 0 of rows that are equal.
+        // For equal rows rounding may give a negative result.
         let root = max(sum * 0.5f32, 0.0f32).sqrt();
         apart[list] = root;
         #[comptime]

@@ -1,6 +1,6 @@
-//! The blocks that single queries choose by the means of their keys, where tensor cores have all of a query's products in one tile: queries pick there
-//! (`linear/highest.rs`), and no product is in memory. A mean counts as two numbers of the queries' type, whose sum it is but for 2⁻¹⁶ or so of it.
-//! Also the highest product of each row with every so many rows of another matrix ([`RunMaxima`]).
+//! Per-query selection of blocks by the means of their keys, where a tile of tensor cores contains all products of a query. The selection runs in the epilogue
+//! (`linear/highest.rs`), and no product is stored. A mean is represented by two values of the queries' type, whose sum has a relative error of about 2⁻¹⁶.
+//! Also the highest product of each row with each run of rows of another matrix ([`RunMaxima`]).
 
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::UNITS;
@@ -13,19 +13,19 @@ use burn_fused_ops::kernels::linear::{
 /// Sizes of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GateSizes {
-    /// Batch entries times heads, of queries and of keys; these divide those.
+    /// `batch · heads` of queries and of keys; the latter divides the former.
     pub lists: [usize; 2],
-    /// Queries and keys of each.
+    /// Number of queries and keys per list.
     pub seq: [usize; 2],
-    /// Elements of a query.
+    /// Number of elements of a query.
     pub width: usize,
-    /// Keys of a block.
+    /// Number of keys of a block.
     pub block: usize,
-    /// Blocks that a query chooses, at most.
+    /// Upper bound of the blocks that a query selects.
     pub most: usize,
 }
 
-/// Numbers that stand for a mean.
+/// Number of values that represent a mean.
 const PARTS: usize = 2;
 
 impl GateSizes {
@@ -41,7 +41,7 @@ impl GateSizes {
         })
     }
 
-    /// Whether a kernel picks.
+    /// Returns whether a kernel serves the call.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
         let columns = pitch(self.blocks() * PARTS);
         let sizes = [self.lists[0], self.seq[0], columns, self.width];
@@ -50,11 +50,12 @@ impl GateSizes {
     }
 }
 
-/// Of each query the blocks before its own whose means it has the highest products with, by falling product, of equal ones the earlier: `picks`
-/// `[lists, seq_q, most]`, i32, −1 where there are fewer. `q` is `[lists, seq_q, width]`, `k` `[kv lists, seq_kv, width]`; the last query sits at the last key.
+/// Returns the blocks before each query's own whose means have the highest products with it, in descending order, ties in favor of the earlier: `picks`
+/// `[lists, seq_q, most]`, i32, −1 where there are fewer. `q` is `[lists, seq_q, width]`, `k` `[kv lists, seq_kv, width]`; the last query is at the position of
+/// the last key.
 ///
 /// # Errors
-/// [`KernelError`] if the call is not [served](GateSizes::is_served), or rows do not begin at multiples of 16 bytes.
+/// [`KernelError`] if the call is not [served](GateSizes::is_served), or rows are not aligned to 16 bytes.
 pub fn query_picks(
     client: &Client,
     element: ElemType,
@@ -89,7 +90,7 @@ pub fn query_picks(
     multiply(client, &plan, [&left, &right], picks, &beside)
 }
 
-/// Rows of f32 numbers as two rows each of another type: the numbers as they are there, and what that leaves.
+/// Splits each f32 row into two rows of another type: the rounded numbers, and the remainder.
 fn halves(
     client: &Client,
     element: ElemType,
@@ -97,7 +98,7 @@ fn halves(
     [rows, width]: [usize; 2],
 ) -> Result<Handle, KernelError> {
     let made = client.empty(2 * rows * width * element.size());
-    // SAFETY: a unit below the rows' numbers reads one and writes two.
+    // SAFETY: a unit below the number of elements reads one and writes two.
     unsafe {
         halve::launch_unchecked(
             client,
@@ -132,24 +133,24 @@ fn halve<E: Float>(
     }
 }
 
-/// Rows of a run, at most.
+/// Maximum number of rows of a run.
 pub const MOST_RUN: usize = 128;
 
-/// Which products.
+/// Sizes of the products.
 #[derive(Clone, Copy, Debug)]
 pub struct RunMaxima {
-    /// Matrices of the left factor, and their rows.
+    /// Number of matrices of the left factor, and of their rows.
     pub rows: [usize; 2],
-    /// Rows of a matrix of the right factor, whole runs.
+    /// Number of rows of a matrix of the right factor, a multiple of `run`.
     pub columns: usize,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub width: usize,
-    /// Rows of a run: 8, 16, 32, 64 or 128.
+    /// Number of rows of a run: 8, 16, 32, 64 or 128.
     pub run: usize,
 }
 
 impl RunMaxima {
-    /// Whether a kernel makes them.
+    /// Returns whether a kernel serves the call.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
         let [batch, rows] = self.rows;
         let sizes = [batch, rows, self.columns, self.width];
@@ -157,10 +158,10 @@ impl RunMaxima {
         request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
     }
 
-    /// Makes them, `[a.matrices, a.rows, b.rows / run]` in f32. NaN counts only where all of a run are.
+    /// Computes the maxima, f32 `[a.matrices, a.rows, b.rows / run]`. A maximum is NaN only if the whole run is.
     ///
     /// # Errors
-    /// [`KernelError`] if they are not [served](Self::is_served), or rows do not begin at multiples of 16 bytes.
+    /// [`KernelError`] if the call is not [served](Self::is_served), or rows are not aligned to 16 bytes.
     pub fn launch(
         &self,
         client: &Client,

@@ -1,15 +1,16 @@
-//! Sums over antidiagonals: groups of rows as longer rows, their products, and sums of the products' softmax by blocks.
+//! Sums over antidiagonals: groups of rows as longer rows, their products, and block sums of the products' softmax.
 //!
-//! The sum over the antidiagonal of two groups is the product of one group with the other in reverse order. Keys are fewer than queries, so they are turned.
+//! The sum over the antidiagonal of two groups is the product of one group with the other in reverse order. Keys are reversed, because there are fewer key
+//! heads than query heads.
 //!
 //! ```text
-//! grouped         keys, the rows of each group in reverse order    queries too, in order, if the last group is not whole
-//! products        groups of queries by groups of keys              some rows of blocks at a time, and the keys that those see
-//! attention sums  softmax of each row, its sums by blocks          a cube a row of blocks
+//! grouped         keys with the rows of each group in reverse order; queries in order, if the last group is incomplete
+//! products        groups of queries by groups of keys; some rows of blocks at a time, with the keys that they see
+//! attention sums  softmax of each row and its sums by blocks; a row of blocks per cube
 //! ```
 //!
-//! Where products can become sums of exponentials over the groups of a block before they are written ([`RunSums`]), no product is in memory, and attention sums are made
-//! of those sums.
+//! Where the matmul's epilogue can compute sums of exponentials over the groups of a block ([`RunSums`]), no product is stored, and the attention sums are
+//! computed from those sums.
 
 use std::ops::Range;
 
@@ -22,39 +23,39 @@ use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 /// Sizes of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Antidiagonals {
-    /// Batch entries times heads, of queries and of keys; these divide those.
+    /// `batch · heads` of queries and of keys; the latter divides the former.
     pub lists: [usize; 2],
-    /// Queries and keys of each.
+    /// Number of queries and keys per list.
     pub seq: [usize; 2],
-    /// Elements of a query.
+    /// Number of elements of a query.
     pub width: usize,
-    /// Queries and keys of a block.
+    /// Number of queries, and of keys, of a block.
     pub block: usize,
-    /// Members of a group, a divisor of the block.
+    /// Number of members of a group, a divisor of the block.
     pub stride: usize,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub causal: bool,
-    /// What sums are multiplied by before the softmax.
+    /// Factor of the sums before the softmax.
     pub factor: f64,
-    /// The rows of blocks that are wanted.
+    /// Range of rows of blocks.
     pub rows: Range<usize>,
 }
 
 impl Antidiagonals {
-    /// Groups of a block.
+    /// Returns the number of groups of a block.
     fn in_block(&self) -> usize {
         self.block / self.stride
     }
 
-    /// Groups of queries and of keys.
+    /// Returns the number of groups of queries and of keys.
     fn groups(&self) -> [usize; 2] {
         self.seq.map(|seq| seq.div_ceil(self.stride))
     }
 
-    /// Sums of exponentials by blocks, of products of groups of queries from `group` on.
+    /// Returns the sums of exponentials by blocks, for products of groups of queries from `group` on.
     fn sums(&self, group: usize) -> RunSums {
         let (stride, [seq_q, seq_kv]) = (self.stride as i64, self.seq.map(|seq| seq as i64));
-        // A group sees keys up to its last query's: groups before `group + 1 + ⌈offset / stride⌉`. A last group with fewer queries sees all there are.
+        // A group sees keys up to its last query's position: groups before `group + 1 + ⌈offset / stride⌉`. An incomplete last group sees all groups.
         let first = group as i64 + 1 - (seq_q - seq_kv).div_euclid(stride);
         RunSums {
             run: self.in_block(),
@@ -63,7 +64,7 @@ impl Antidiagonals {
         }
     }
 
-    /// Groups of keys that rows of blocks before `end` see some of, at least one.
+    /// Returns the number of groups of keys that rows of blocks before `end` see, at least one.
     fn columns(&self, end: usize) -> usize {
         let [seq_q, seq_kv] = self.seq;
         let [_, groups] = self.groups();
@@ -76,7 +77,7 @@ impl Antidiagonals {
             .clamp(1, groups)
     }
 
-    /// Of so many groups of keys, the numbers that a group of queries has in memory.
+    /// Returns the number of stored elements per group of queries, for this many groups of keys.
     fn elements(&self, columns: usize, by_blocks: bool) -> usize {
         match by_blocks {
             true => columns.div_ceil(self.in_block()),
@@ -84,7 +85,7 @@ impl Antidiagonals {
         }
     }
 
-    /// Rows of blocks from `first` on whose products are made together; in memory are those, or their sums by blocks.
+    /// Returns how many rows of blocks from `first` on are computed together. Their products, or sums by blocks, are stored.
     fn slab(&self, first: usize, by_blocks: bool) -> usize {
         let of = |rows: usize| {
             let numbers = self.elements(self.columns(first + rows), by_blocks);
@@ -93,7 +94,7 @@ impl Antidiagonals {
         let all = self.rows.end - first;
         let most = (1..=all).rev().find(|&rows| of(rows) <= NUMBERS);
         let most = most.unwrap_or(1);
-        // Whole tiles of tensor cores, which have 128 rows.
+        // Rounds down to complete tiles of tensor cores, which have 128 rows.
         let whole = 128usize.div_ceil(self.in_block());
         match most < all && most > whole {
             true => most - most % whole,
@@ -102,8 +103,8 @@ impl Antidiagonals {
     }
 }
 
-/// What blocks of queries give blocks of keys, by antidiagonals: `out` `[lists, rows, blocks]` in f32. `q` is `[lists, seq_q, width]` and `k` likewise, of
-/// elements of a type that products take.
+/// Computes the attention from blocks of queries to blocks of keys by antidiagonals: f32 `out` `[lists, rows, blocks]`. `q` is `[lists, seq_q, width]` and `k`
+/// likewise, of a type that the products support.
 pub fn antidiagonal_attention_sums(
     client: &Client,
     element: ElemType,
@@ -133,7 +134,7 @@ pub fn antidiagonal_attention_sums(
     };
     let q = RowsView::new(&q, [of.lists[0], q_groups, long]);
     let k = RowsView::new(&k, [of.lists[1], k_groups, long]);
-    // Rows of blocks from `first` on, so many: the groups of queries, and those of keys that they see.
+    // The groups of queries of a range of rows of blocks, and the groups of keys that they see.
     let part = |first: usize, rows: usize| {
         let start = (first * of.in_block()).min(q_groups - 1);
         let groups = (rows * of.in_block()).min(q_groups - start);
@@ -171,7 +172,7 @@ pub fn antidiagonal_attention_sums(
     Ok(())
 }
 
-/// Rows up to a multiple of `stride`, the last ones 0, in groups; the rows of a group in reverse order, if they are `turned`.
+/// Pads rows to `padded`, a multiple of `stride`, with zeros and groups them; `turned` reverses the rows of each group.
 fn grouped(
     client: &Client,
     element: ElemType,
@@ -187,7 +188,7 @@ fn grouped(
     let made = client.empty(count * vector * element.size());
     let address = address_of(client, count * vector)?;
     let cubes = spread(client, count.div_ceil(UNITS) as u64)?;
-    // SAFETY: a unit below `count` reads a vector of a row below `rows`, and writes its own.
+    // SAFETY: a unit below `count` reads a vector of a row below `rows` and writes its own.
     unsafe {
         group_rows::launch_unchecked(
             client,
@@ -235,51 +236,51 @@ fn group_rows<E: Float, N: Size>(
     }
 }
 
-/// Rows of groups, and where they are of a call.
+/// Sizes of a launch over rows of groups.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Groups {
-    /// Rows of blocks here.
+    /// Number of rows of blocks of this launch, per list.
     rows: usize,
-    /// The first of them, of all and of those that are written.
+    /// Index of the first of them among all rows, and among the rows that are written.
     first: usize,
     target: usize,
-    /// Rows of blocks that are written, of a list.
+    /// Number of rows of blocks of a list in the output.
     all: usize,
-    /// Blocks of keys.
+    /// Number of key blocks.
     blocks: usize,
-    /// Groups of queries here, and of keys in all.
+    /// Number of groups of queries of this launch, and of groups of keys.
     queries: usize,
     keys: usize,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pitch: usize,
     stride: usize,
     seq_q: usize,
     /// Position of the first query.
     offset: i32,
     factor: f32,
-    /// Rows of blocks here, of all lists.
+    /// Number of rows of blocks of this launch, over all lists.
     count: usize,
 }
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct GroupTile {
-    /// Units of a group's row.
+    /// Units that share a group's row.
     tile: RowTile,
-    /// Groups of a block.
+    /// Number of groups of a block.
     in_block: usize,
-    /// Elements of a row in a block of keys: of each group, or one.
+    /// Number of elements of a row per key block: one per group, or one.
     columns: usize,
     causal: bool,
 }
 
-/// What rows of groups are.
+/// Rows of groups in memory.
 struct Made<'a> {
     /// `[lists, queries, pitch]`.
     x: &'a Handle,
     queries: usize,
     pitch: usize,
-    /// Whether it has logarithms of sums over blocks, and not products with groups.
+    /// True if `x` holds logarithms of sums over blocks instead of products with groups.
     by_blocks: bool,
 }
 
@@ -319,7 +320,7 @@ fn attention_sums(
         count,
     );
     crate::kernels::selection::counted("the attention sums of blocks", lists * all * blocks)?;
-    // SAFETY: a cube reads rows of products that there are, and writes the blocks of its own row.
+    // SAFETY: a cube reads existing rows of products and writes the blocks of its own row.
     unsafe {
         group_attention_sums::launch_unchecked(
             client,
@@ -340,13 +341,13 @@ fn attention_sums(
     Ok(())
 }
 
-/// What no product is as low as.
+/// Initial value of maxima, below any product.
 const LOWEST: f32 = -3.0e38;
 
-/// Products that a unit has at a time.
+/// Number of products that a unit loads at a time.
 const AT_A_TIME: usize = 4;
 
-/// How many groups of keys a group of queries sees.
+/// Returns how many groups of keys a group of queries sees.
 #[cube]
 fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
     let mut result = g.keys;
@@ -358,11 +359,11 @@ fn seen(group: usize, g: &Groups, #[comptime] causal: bool) -> usize {
     select(group * g.stride < g.seq_q, result, 0usize)
 }
 
-/// `x` `[lists, queries, pitch]`, of a row so many numbers a block of keys as `c` says; `out` `[lists, all, blocks]`. A cube has a row of blocks: units share its groups' rows for their largest and their sum,
-/// and then its columns.
+/// Computes block sums of the softmax of each row. `x` is `[lists, queries, pitch]`, where a key block has `c.columns` elements of a row; `out` is
+/// `[lists, all, blocks]`. Each cube computes a row of blocks: units first share the rows of its groups for their maxima and sums, and then its columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn group_attention_sums(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: GroupTile) {
-    // Cubes beyond the last row make it again.
+    // Surplus cubes repeat the last row.
     let at = CUBE_POS.min(g.count - 1);
     let list = at / g.rows;
     let row = at % g.rows;
@@ -455,7 +456,7 @@ fn group_attention_sums(x: &[f32], out: &mut [f32], g: Groups, #[comptime] c: Gr
 mod tests {
     use super::*;
 
-    /// Slabs have every row once, as many numbers as there is room for, and the groups of keys that their rows see.
+    /// Slabs cover every row once within the memory bound, and include the groups of keys that their rows see.
     #[test]
     fn slabs_cover_rows() {
         for (lists, seq, block, stride, causal) in [
@@ -486,7 +487,7 @@ mod tests {
                     let columns = of.columns(first + rows);
                     let numbers = lists * rows * of.in_block() * of.elements(columns, by_blocks);
                     assert!(rows == 1 || numbers <= NUMBERS, "{what}");
-                    // The last position of the last row.
+                    // Position of the last query of the slab.
                     let last = ((first + rows) * block).min(seq[0]) as i64 - 1;
                     let last = last + seq[1] as i64 - seq[0] as i64;
                     let seen = match causal {

@@ -1,4 +1,4 @@
-//! The blocks of the highest scores of each row, a row to a warp: scores are read once, by neighbouring lanes.
+//! Highest-scoring blocks of each row, one row per warp. Adjacent lanes read each score once.
 
 use crate::kernels::selection::compressed::chosen::{insert_all, nothing_chosen};
 use blocksparse_cubecl::ScoredRows;
@@ -6,24 +6,24 @@ use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::order_key::key;
 
-/// Rows of a cube.
+/// Number of rows of a cube.
 const WARPS: usize = 4;
 
-/// Scores that a lane has on their way at a time.
+/// Number of scores that a lane loads ahead.
 const AHEAD: usize = 4;
 
-/// Blocks of a row: a lane has one.
+/// Maximum number of blocks of a row: one per lane.
 const MOST: usize = 32;
 
-/// Whether a device has warps, and a row chooses no more than one has lanes.
+/// Returns whether a device has warps, and `most` does not exceed the number of lanes.
 pub fn is_served(client: &Client, of: &ScoredRows) -> bool {
     (1..=MOST).contains(&of.most) && check_ampere(client.properties()).is_ok()
 }
 
-/// What [`highest_blocks`](blocksparse_cubecl::highest_blocks) gives, with the same choice where scores are equal.
+/// Computes the result of [`highest_blocks`](blocksparse_cubecl::highest_blocks), with the same order of equal scores.
 ///
 /// # Errors
-/// [`KernelError`] if there are more scores than the device counts.
+/// [`KernelError`] if the device cannot index the scores.
 pub fn highest_of_rows(
     client: &Client,
     of: &ScoredRows,
@@ -79,7 +79,7 @@ fn highest(
             #[unroll]
             for i in 0..comptime!(AHEAD) {
                 let at = first + comptime!(32 * i) + lane as usize;
-                // Nothing is below it.
+                // The lowest key.
                 keys[i] = 0u32.runtime();
                 if at < candidates {
                     keys[i] = key(scores[start + at]);

@@ -1,11 +1,11 @@
-//! The sums of [`lines`](crate::kernels::selection::lines) without products in memory: on tensor cores they are made twice, and what is written is sums.
+//! The sums of [`lines`](crate::kernels::selection::lines) without storing products: tensor cores compute the products twice, and only sums are written.
 //!
 //! ```text
-//! logarithms   of the sums of exponentials over runs of keys, in the product       [lists, queries, runs]
-//! row logs     of a query's whole sum                                              a cube a query
-//! shares       what blocks of keys get, for who asks before there are lines         32 blocks a cube
-//! sums         of weights, over keys and along diagonals, in the product again     of each tile and 64 queries
-//! lines        what tiles have of a key, and of a distance, added up               a unit each
+//! logarithms   ln Σ exp over runs of keys, in the first matmul               [lists, queries, runs]
+//! row logs     log2 Σ exp of each query                                      a query per cube
+//! shares       attention of key blocks, where it is needed before the sums   32 blocks per cube
+//! sums         weights over keys and diagonals, in the second matmul         per tile and 64 queries
+//! lines        sums over tiles, for each key and each distance               one of each per unit
 //! ```
 
 use crate::kernels::selection::products::{RowsView, RunSums, asked, pitch};
@@ -17,24 +17,24 @@ use burn_fused_ops::kernels::linear::{
     UNWANTED, line_elements, multiply,
 };
 
-/// Keys of a run.
+/// Number of keys of a run.
 pub(crate) const RUN: usize = 64;
 
-/// Sums over runs of the last queries of a call, and the logarithms of their whole sums.
+/// Sums over runs of the last queries of a call, and the logarithms of their totals.
 pub struct LineWeights<'a> {
     of: &'a LineSizes,
     element: ElemType,
     q: RowsView,
     k: RowsView,
-    /// The product of all lists that has sums over columns and diagonals.
+    /// Plan of the matmul over all lists that computes sums over columns and diagonals.
     plan: ProductPlan,
     /// Natural logarithms, `[lists, queries, runs]`.
     runs: Handle,
-    /// To base 2, `[lists, queries]`.
+    /// Base-2 logarithms of the totals, `[lists, queries]`.
     logs: Handle,
 }
 
-/// Rows of the last queries, and of keys.
+/// Returns views of the last queries and the keys.
 fn views([q, k]: [&Handle; 2], of: &LineSizes) -> [RowsView; 2] {
     let ([lists, kv_lists], [queries, keys]) = (of.lists, of.seq);
     [
@@ -43,10 +43,10 @@ fn views([q, k]: [&Handle; 2], of: &LineSizes) -> [RowsView; 2] {
     ]
 }
 
-/// The product that has sums over columns and diagonals.
+/// Returns the plan of the matmul with sums over columns and diagonals.
 ///
 /// # Errors
-/// Why there is none.
+/// The reason why it does not run.
 pub(crate) fn product_of_sums(
     client: &Client,
     element: ElemType,
@@ -85,13 +85,13 @@ fn run_sums(of: &LineSizes) -> RunSums {
     }
 }
 
-/// Query `i` sees the keys before so many and `i`.
+/// Returns the number of keys that query 0 sees. Query `i` sees `i` more.
 fn first_seen(of: &LineSizes) -> i64 {
     of.seq[1] as i64 - of.seq[0] as i64 + 1
 }
 
 impl<'a> LineWeights<'a> {
-    /// Of queries and keys as [`line_sums`](crate::kernels::selection::lines::line_sums) has them. None where their products have to be in memory.
+    /// Computes the logarithms for queries and keys as in [`line_sums`](crate::kernels::selection::lines::line_sums). `None` if their products must be stored.
     pub fn new(
         client: &Client,
         element: ElemType,
@@ -107,7 +107,7 @@ impl<'a> LineWeights<'a> {
         let (x, logs) = (made(rows * runs), made(rows));
         run_sums(of).log_sums(client, element, [&q, &k], &x)?;
         let tile = across_cube(client);
-        // SAFETY: a cube reads runs of its row, and writes its logarithm.
+        // SAFETY: a cube reads the runs of its row and writes its logarithm.
         unsafe {
             row_logs::launch_unchecked(
                 client,
@@ -133,12 +133,12 @@ impl<'a> LineWeights<'a> {
         }))
     }
 
-    /// The logarithms, to base 2, of queries' sums, `[lists, queries]`. Of a list whose first one becomes [`UNWANTED`] no sums are made: they are 0.
+    /// Returns the base-2 logarithms of queries' totals, `[lists, queries]`. If the first one of a list is [`UNWANTED`], its sums are skipped and 0.
     pub fn logs(&self) -> &Handle {
         &self.logs
     }
 
-    /// What blocks of keys get of all queries: `out` `[lists, blocks]`. The block is a multiple of [`RUN`].
+    /// Computes the attention from all queries to key blocks: `out` `[lists, blocks]`. The block is a multiple of [`RUN`].
     pub fn by_blocks(
         &self,
         client: &Client,
@@ -148,7 +148,7 @@ impl<'a> LineWeights<'a> {
         let ([lists, _], [queries, keys]) = (self.of.lists, self.of.seq);
         let (runs, blocks) = (keys.div_ceil(RUN), keys.div_ceil(block));
         let cubes = lists * blocks.div_ceil(BLOCKS);
-        // SAFETY: a cube reads runs of its list, and writes blocks of it.
+        // SAFETY: a cube reads runs of its list and writes blocks of it.
         unsafe {
             shares_of_blocks::launch_unchecked(
                 client,
@@ -168,7 +168,7 @@ impl<'a> LineWeights<'a> {
         Ok(())
     }
 
-    /// As [`line_sums`](crate::kernels::selection::lines::line_sums).
+    /// Computes the sums of [`line_sums`](crate::kernels::selection::lines::line_sums).
     pub fn sums(&self, client: &Client, sums: &Handle) -> Result<(), KernelError> {
         let ([lists, kv_lists], [queries, keys]) = (self.of.lists, self.of.seq);
         let (group, bytes) = (lists / kv_lists, self.element.size());
@@ -186,7 +186,7 @@ impl<'a> LineWeights<'a> {
             let logs = self.logs.clone().offset_start(offset as u64);
             let plan = match count == kv_lists {
                 true => self.plan,
-                // Fewer matrices may have other tiles.
+                // Fewer matrices may select other tiles.
                 false => planned(client, self.element, [&q, &k])
                     .map_err(|_| KernelError::Factor { factor: "b" })?,
             };
@@ -206,7 +206,7 @@ impl<'a> LineWeights<'a> {
             };
             multiply(client, &plan, [&left, &right], &parts, &beside)?;
             let numbers = here * 2 * keys;
-            // SAFETY: a unit below `numbers` reads what tiles have of its key or distance, and writes it.
+            // SAFETY: a unit below `numbers` reads the tiles' sums of its key or distance and writes their total.
             unsafe {
                 lines_of_parts::launch_unchecked(
                     client,
@@ -225,7 +225,7 @@ impl<'a> LineWeights<'a> {
     }
 }
 
-/// `x` `[rows, runs]`, `logs` `[rows]`. A cube has a row.
+/// Computes the base-2 logarithm of each row's total, one row per cube. `x` is `[rows, runs]`, `logs` `[rows]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn row_logs(
     x: &[f32],
@@ -235,7 +235,7 @@ fn row_logs(
     of: Lines,
     #[comptime] tile: RowTile,
 ) {
-    // Cubes beyond the last row have it again.
+    // Surplus cubes repeat the last row.
     let row = CUBE_POS.min(rows - 1);
     let start = row * runs;
     let mut shared = Shared::<[f32]>::new_slice(comptime!(tile.shared()));
@@ -255,16 +255,16 @@ fn row_logs(
     let whole = across_lanes::<f32>(whole, &mut shared, tile, Combine::Sum);
     if UNIT_POS == 0 {
         let log = (top + whole.ln()) * comptime!(std::f32::consts::LOG2_E);
-        // A query that sees no key gives none.
+        // A query that sees no key contributes nothing.
         logs[row] = select(seen(row % of.queries, &of) > 0, log, 0.0f32);
     }
 }
 
-/// Blocks of a cube, and how many units share one's queries.
+/// Number of blocks of a cube, and of units that share a block's queries.
 const BLOCKS: usize = 32;
 const SHARERS: usize = UNITS / BLOCKS;
 
-/// `x` `[lists, queries, runs]`, `logs` `[lists, queries]`, `out` `[lists, blocks]`.
+/// Sums the attention of each key block over all queries. `x` is `[lists, queries, runs]`, `logs` `[lists, queries]`, `out` `[lists, blocks]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn shares_of_blocks(
     x: &[f32],
@@ -277,7 +277,7 @@ fn shares_of_blocks(
     count: usize,
 ) {
     let chunks = blocks.div_ceil(comptime!(BLOCKS));
-    // Cubes beyond the last have its blocks again.
+    // Surplus cubes repeat the last blocks.
     let at = CUBE_POS.min(count - 1);
     let list = at / chunks;
     let unit = UNIT_POS as usize;
@@ -291,7 +291,7 @@ fn shares_of_blocks(
         let log = logs[row] * comptime!(std::f32::consts::LN_2);
         let mut run = block * in_block;
         while run < end {
-            // Of a query that sees no key the logarithms are lower than any number.
+            // A query that sees no key has logarithms below any product, so it adds 0.
             sum += (x[row * runs + run] - log).exp();
             run += 1;
         }
@@ -309,7 +309,7 @@ fn shares_of_blocks(
     }
 }
 
-/// `parts` `[lists, tiles, 2, line_elements]`, `sums` `[all lists, 2, keys]`.
+/// Sums the parts of each key and distance over tiles. `parts` is `[lists, tiles, 2, line_elements]`, `sums` `[all lists, 2, keys]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn lines_of_parts(
     parts: &[f32],
@@ -332,7 +332,8 @@ fn lines_of_parts(
                     let tile = (start + place / cols) * comptime!(LINE_GROUPS) + group;
                     sum += parts[tile * numbers + place % cols];
                 } else {
-                    // Where the distance has diagonal 0, if that were a key: it has two tiles, in the one before as many diagonals more as a tile has columns.
+                    // Virtual key at which the distance has diagonal 0. A distance spans two tiles; in the earlier one its diagonal is larger by a tile's
+                    // number of columns.
                     let first = (of.keys + group * comptime!(LINE_ROWS) + comptime!(LINE_ROWS - 1))
                         as i32
                         - (of.queries + place) as i32;
@@ -353,27 +354,27 @@ fn lines_of_parts(
     }
 }
 
-/// Numbers of a unit of a part.
+/// Number of elements per unit of a part.
 pub const PART_NUMBERS: usize = 16;
 
-/// Elements of a part of a row.
+/// Number of elements of a part of a row.
 pub const PART: usize = UNITS * PART_NUMBERS;
 
 /// Sizes of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LineSizes {
-    /// Batch entries times heads, of queries and of keys; these divide those.
+    /// `batch · heads` of queries and of keys; the latter divides the former.
     pub lists: [usize; 2],
-    /// So many last queries, which is all that `q` has, and keys.
+    /// Number of last queries, which are all that `q` contains, and number of keys.
     pub seq: [usize; 2],
-    /// Elements of a query.
+    /// Number of elements of a query.
     pub width: usize,
-    /// What products are multiplied by before the softmax.
+    /// Factor of the products before the softmax.
     pub factor: f64,
 }
 
 impl LineSizes {
-    /// Of so many lists from `first` on.
+    /// Returns launch arguments for `lists` lists from `first` on.
     pub(crate) fn launched(&self, first: usize, lists: usize) -> LinesLaunch {
         let [queries, keys] = self.seq;
         let (parts, factor) = (keys.div_ceil(PART), self.factor as f32);
@@ -381,22 +382,22 @@ impl LineSizes {
     }
 }
 
-/// Products of the last queries of some lists.
+/// Sizes of the products of the last queries of some lists.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Lines {
     pub lists: usize,
-    /// The first list, of all.
+    /// Index of the first list.
     pub first: usize,
     pub queries: usize,
     pub keys: usize,
-    /// Elements of a row of products.
+    /// Number of elements of a row of products.
     pub pitch: usize,
-    /// Parts of a row.
+    /// Number of parts of a row.
     pub parts: usize,
     pub factor: f32,
 }
 
-/// How many keys a query sees.
+/// Returns how many keys a query sees.
 #[cube]
 pub fn seen(query: usize, of: &Lines) -> usize {
     let behind = of.queries - 1 - query;

@@ -1,15 +1,15 @@
-//! What the last queries give keys, and distances back to a key: sums of their attention over columns and over diagonals.
+//! Sums of the last queries' attention over columns (keys) and over diagonals (distances back to a key).
 //!
 //! ```text
-//! products     of the last queries of some heads with all keys           [heads, queries, keys]
-//! stats        largest and sum of exponentials of parts of a row         a cube a part
-//! sums         over the queries of a key, and of a distance              a unit a key and a distance
+//! products     last queries of some heads times all keys                     [heads, queries, keys]
+//! stats        maximum and sum of exponentials of parts of a row             a part per cube
+//! sums         sums over queries, for each key and each distance             one of each per unit
 //! ```
 //!
-//! Where tensor cores make the product twice ([`line_weights`](crate::kernels::selection::line_weights)), it is not in memory.
+//! Where tensor cores can compute the products twice ([`line_weights`](crate::kernels::selection::line_weights)), they are not stored.
 //!
-//! A row's parts are put together by each cube that needs them. A unit has key `j`, and the distance at which the last query sees it: of every query the keys
-//! at that distance lie beside `j`, so that neighbours read neighbours.
+//! Each cube that needs a row's stats combines those of its parts. A unit has key `j`, and the distance at which the last query sees it. For every query, the
+//! keys at these distances are adjacent for adjacent units, so loads coalesce.
 
 use std::fmt;
 
@@ -21,17 +21,17 @@ use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// How the last queries' sums are made.
+/// Plan of the last queries' sums.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LinesPlan {
-    /// Products are made twice, and never in memory: the plan of the second.
+    /// Products are computed twice and never stored; the text is the plan of the second matmul.
     Twice(String),
-    /// Products are in memory: why.
+    /// Products are stored, for this reason.
     InMemory(&'static str),
 }
 
 impl LinesPlan {
-    /// Of a call of [`line_sums`].
+    /// Returns the plan of a call of [`line_sums`].
     pub fn new(client: &Client, element: ElemType, factors: [&Handle; 2], of: &LineSizes) -> Self {
         match product_of_sums(client, element, factors, of) {
             Ok(plan) => Self::Twice(plan.to_string()),
@@ -49,14 +49,14 @@ impl fmt::Display for LinesPlan {
     }
 }
 
-/// Queries that a cube has at a time.
+/// Number of queries that a cube processes at a time.
 const QUERIES: usize = 64;
 
-/// Queries that a unit has at a time.
+/// Number of queries that a unit processes at a time.
 const AT_A_TIME: usize = 4;
 
-/// The sums over queries: `sums` `[lists, 2, seq_kv]` in f32, of each key, and of each distance from a query back to a key. `q` is `[lists, queries, width]`,
-/// the last of which sits at the last key and sees all; `k` is `[kv lists, seq_kv, width]`.
+/// Computes the sums over queries: f32 `sums` `[lists, 2, seq_kv]`, of each key and of each distance from a query back to a key. `q` is
+/// `[lists, queries, width]`; its last query is at the position of the last key and sees all keys. `k` is `[kv lists, seq_kv, width]`.
 pub fn line_sums(
     client: &Client,
     element: ElemType,
@@ -69,7 +69,7 @@ pub fn line_sums(
     let ([lists, kv_lists], [queries, keys]) = (of.lists, of.seq);
     let (group, bytes) = (lists / kv_lists, element.size());
     let k = RowsView::new(k, [kv_lists, keys, of.width]);
-    // Heads that share keys are one matrix of queries.
+    // The query heads of a KV head form one matrix of queries.
     let q = RowsView::new(q, [kv_lists, group * queries, of.width]);
     let numbers = queries * pitch(keys);
     crate::kernels::selection::counted("the sums of the last queries", lists * 2 * keys)?;
@@ -99,7 +99,7 @@ pub fn line_sums(
     Ok(())
 }
 
-/// The sums of products `[lists, queries, pitch]`, as lists from `first` on.
+/// Computes the sums from products `[lists, queries, pitch]`, for lists from `first` on.
 fn summed(
     client: &Client,
     x: &Handle,
@@ -117,8 +117,8 @@ fn summed(
     let sizes = || of.launched(first, lists);
     let (dim, address) = (CubeDim::new_1d(UNITS as u32), AddressType::U32);
     let chunks = keys.div_ceil(UNITS);
-    // SAFETY: cubes read products of queries and keys that there are; a part's first unit writes what the part has, and a unit below `keys` its key's sum and
-    // its distance's.
+    // SAFETY: cubes read products of existing queries and keys; a part's first unit writes the stats of the part, and a unit below `keys` the sums of its key
+    // and its distance.
     unsafe {
         parts_of_rows::launch_unchecked(
             client,
@@ -146,10 +146,11 @@ fn summed(
     Ok(())
 }
 
-/// What no product is as low as.
+/// Initial value of maxima, below any product.
 const LOWEST: f32 = -3.0e38;
 
-/// `x` `[lists, queries, pitch]`; `tops` and `wholes` `[lists, queries, parts]`. A cube has a part of a row.
+/// Computes the maximum and the sum of exponentials of each part of a row, one part per cube. `x` is `[lists, queries, pitch]`; `tops` and `wholes` are
+/// `[lists, queries, parts]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn parts_of_rows(
     x: &[f32],
@@ -158,7 +159,7 @@ fn parts_of_rows(
     of: Lines,
     #[comptime] tile: RowTile,
 ) {
-    // Cubes beyond the last part make it again.
+    // Surplus cubes repeat the last part.
     let at = CUBE_POS.min(of.lists * of.queries * of.parts - 1);
     let row = at / of.parts;
     let first = at % of.parts * comptime!(PART) + UNIT_POS as usize;
@@ -187,11 +188,11 @@ fn parts_of_rows(
     }
 }
 
-/// `sums` `[all lists, 2, keys]`. A cube has as many keys as units, and a unit a key and a distance.
+/// Sums the attention over columns and diagonals, with a key and a distance per unit. `sums` is `[all lists, 2, keys]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums_of_lines(x: &[f32], tops: &[f32], wholes: &[f32], sums: &mut [f32], of: Lines) {
     let chunks = of.keys.div_ceil(comptime!(UNITS));
-    // Cubes beyond the last keys have them again.
+    // Surplus cubes repeat the last keys.
     let at = CUBE_POS.min(of.lists * chunks - 1);
     let list = at / chunks;
     let unit = UNIT_POS as usize;

@@ -1,4 +1,4 @@
-//! The products of means of blocks of queries and of keys, and their softmax.
+//! Products of block means of queries and keys, and their softmax.
 
 use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
 use crate::kernels::rows::whole::whole_means;
@@ -8,14 +8,14 @@ use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// Which blocks rows of means see, if queries see no later keys.
+/// Visibility of blocks for rows of means in causal attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SeenRows {
-    /// Queries and keys.
+    /// Number of queries and keys.
     pub seq: [usize; 2],
-    /// Queries and keys of a block.
+    /// Number of queries, and of keys, of a block.
     pub block: usize,
-    /// The block of queries of the first row.
+    /// Index of the first row's block of queries.
     pub first: usize,
 }
 
@@ -32,22 +32,22 @@ impl SeenRows {
 /// Sizes of products of means.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeanProducts {
-    /// Batch entries times heads, of queries and of keys; these divide those.
+    /// `batch · heads` of queries and of keys; the latter divides the former.
     pub lists: [usize; 2],
-    /// Blocks of queries, and of keys.
+    /// Number of query blocks.
     pub rows: usize,
-    /// Of keys.
+    /// Number of key blocks.
     pub blocks: usize,
-    /// Numbers of a mean.
+    /// Number of elements of a mean.
     pub width: usize,
-    /// What products are multiplied by.
+    /// Factor of the products.
     pub factor: f64,
-    /// Who sees whom, if not all do: other products may be 0.
+    /// Visibility, if not all blocks are visible. Hidden products may be 0.
     pub seen: Option<SeenRows>,
 }
 
-/// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`. If `only` some lists of queries are
-/// wanted, the products of others are 0.
+/// Computes `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`: f32 `[lists, rows, blocks]`. With `only`, the products of other
+/// lists are 0.
 pub fn mean_products(
     client: &Client,
     [q, k]: [&Handle; 2],
@@ -74,22 +74,22 @@ pub fn mean_products(
     )
 }
 
-/// Units of a row.
+/// Number of units of a row.
 const LANES: usize = 32;
 
-/// How alike the rows of blocks are, by which some of them are kept whatever their means say.
+/// Self-similarity of blocks. Blocks below the limit are kept regardless of their means.
 #[derive(Clone, Copy, Debug)]
 pub struct SelfSimilarity<'a> {
-    /// Of queries `[lists, rows]` and of keys `[kv lists, blocks]`, f32.
+    /// Self-similarity of query blocks `[lists, rows]` and of key blocks `[kv lists, blocks]`, f32.
     pub alike: [&'a Handle; 2],
-    /// Lists of keys.
+    /// Number of key lists.
     pub kv_lists: usize,
-    /// Blocks of less are not alike.
+    /// Least self-similarity at which a mean represents its block.
     pub limit: f32,
 }
 
-/// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0. Blocks of keys
-/// that are not alike have no part in it and become +∞, and so do all blocks of queries that are not.
+/// Replaces rows of products `x` `[lists, rows, blocks]` by their softmax over visible blocks, in place. Hidden blocks become 0. Key blocks below the
+/// self-similarity limit are left out of the softmax and become +∞, and so do all blocks of query blocks below the limit.
 pub fn softmax_of_seen(
     client: &Client,
     x: &Handle,
@@ -108,7 +108,7 @@ pub fn softmax_of_seen(
     let first = seen.map_or(0, |seen| seen.first);
     let kv_lists = self_similarity.map_or(lists, |of| of.kv_lists);
     let alike = |i: usize| self_similarity.map(|of| of.alike[i]);
-    // SAFETY: units read and write elements of their row, which is below `count`.
+    // SAFETY: units read and write elements of their own row, which is below `count`.
     unsafe {
         softmax_rows::launch_unchecked(
             client,
@@ -134,27 +134,27 @@ pub fn softmax_of_seen(
     Ok(())
 }
 
-/// What no product is as low as.
+/// Initial value of maxima, below any product.
 const LOWEST: f32 = -3.0e38;
 
-/// Rows of products.
+/// Sizes of rows of products.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct ProductRows {
-    /// The block of queries of a list's first row.
+    /// Index of the query block of a list's first row.
     first: usize,
-    /// Of a list.
+    /// Number of rows of a list.
     rows: usize,
-    /// Of all lists.
+    /// Number of rows of all lists.
     count: usize,
-    /// Lists that share keys.
+    /// Number of lists that share keys.
     group: usize,
-    /// Blocks of less are not alike.
+    /// Least self-similarity at which a mean represents its block.
     limit: f32,
-    /// +∞, which WGSL has no literal for.
+    /// +∞, for which WGSL has no literal.
     infinity: f32,
 }
 
-/// Whether a block's mean does not stand for it.
+/// Returns whether a block's self-similarity is below the limit.
 #[cube]
 fn is_unlike(alike: &ComptimeOption<Box<[f32]>>, at: usize, limit: f32) -> bool {
     let mut unlike = false.runtime();
@@ -222,29 +222,29 @@ fn softmax_rows(
     }
 }
 
-/// Which scores are wanted.
+/// Request for softmax scores of self-similar blocks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AlikeScores {
-    /// Products of means; `rows` are of the queries that are given.
+    /// Sizes of the products of means; `rows` counts blocks of the passed queries.
     pub products: MeanProducts,
-    /// Queries that are given, and keys.
+    /// Number of passed queries, and of keys.
     pub seq: [usize; 2],
-    /// Queries and keys of a block.
+    /// Number of queries, and of keys, of a block.
     pub block: usize,
-    /// The least self-similarity of a block whose mean stands for it: the mean of the cosines of all pairs of its rows.
+    /// Least self-similarity at which a mean represents its block: the mean cosine of all pairs of its rows.
     pub similarity: f64,
-    /// Whether keys are taken less their mean over the sequence.
+    /// True to subtract the mean over the sequence from the keys.
     pub smooth: bool,
 }
 
-/// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the self-similarities of blocks. `q` is
+/// Computes the softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, with self-similarities as in [`softmax_of_seen`]. `q` is
 /// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
 ///
 /// ```text
-/// means of all keys      if keys are taken less those                       two launches
-/// means and self-similarities   of blocks of keys and of queries, each read once   a cube a block
+/// means of all keys              if they are subtracted from the keys                     two launches
+/// means and self-similarities    of key blocks and query blocks; reads each block once    a block per cube
 /// products of means
-/// their softmax          +∞ where a block is not alike                      a plane a row
+/// softmax of the products        +∞ for blocks below the self-similarity limit            a row per plane
 /// ```
 pub fn alike_scores(
     client: &Client,

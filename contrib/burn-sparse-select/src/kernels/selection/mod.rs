@@ -1,21 +1,21 @@
-//! Scores of blocks of keys, by which selections choose them. On any CubeCL runtime; products in half precision on tensor cores, where there are some.
+//! Block scores by which selections choose key blocks. On any CubeCL runtime; products in half precision run on tensor cores where available.
 //!
 //! ```text
-//! products      rows times rows: on tensor cores, or in f32
+//! products      matmuls a · bᵀ: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
-//! lines         the attention of the last queries, summed over keys and over distances
-//! line_weights  the same without products in memory, where tensor cores make them twice
-//! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
-//! touched       blocks in which something is kept
-//! flex          those, or the highest by means, as a head's last queries say
-//! gate          the blocks that single queries choose by means, in the products, and the highest products of rows with those of blocks, which are written alone
-//! highest       the blocks of the highest scores of rows, a row to a warp
-//! means         the products of means of blocks, and their softmax, also where blocks are alike in themselves
-//! compressed    the attention that blocks get in compressed form, and what single queries choose by it
+//! lines         attention of the last queries, summed over keys and over distances
+//! line_weights  the same without stored products: tensor cores compute them twice
+//! threshold     smallest selected number of each line, by count or by share of the total
+//! touched       blocks that contain a selected key or distance
+//! flex          touched blocks, or the highest by means, as the last queries of a list decide
+//! gate          per-query selection of blocks by means, in the matmul's epilogue; highest product of each row with each run of rows
+//! highest       blocks of the highest scores of each row, a row per warp
+//! means         products of block means, their softmax, and self-similarity of blocks
+//! compressed    attention of key blocks via compressed blocks, and per-query selection by it
 //! ```
 //!
-//! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
-//! order, so the same input gives the same bits on a device.
+//! Intermediate buffers have at most [`NUMBERS`] elements, unless a single row of blocks needs more. Every element has one writer and sums have a fixed order,
+//! so the same input gives the same bits on a device.
 
 mod compressed;
 mod flex;
@@ -51,13 +51,13 @@ pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};
 pub use touched::{Touched, touched_blocks};
 
-/// Numbers of a buffer in between: 64 MiB of f32.
+/// Upper bound of the elements of an intermediate buffer: 64 MiB of f32.
 pub const NUMBERS: usize = 1 << 24;
 
-/// Units of a cube of most kernels here.
+/// Number of units of a cube in most kernels here.
 const UNITS: usize = 256;
 
-/// So many lanes to each of a cube's rows.
+/// Returns a tile with `lanes` lanes for each of a cube's rows.
 fn lanes_of_rows(client: &Client, lanes: usize, rows: usize) -> RowTile {
     let plane = match client.properties().features.plane.contains(Plane::Ops) {
         true => client.properties().hardware.plane_size_min.max(1) as usize,
@@ -72,12 +72,12 @@ fn lanes_of_rows(client: &Client, lanes: usize, rows: usize) -> RowTile {
     }
 }
 
-/// Units of a cube that share a row.
+/// Returns a tile in which all units of a cube share a row.
 pub(crate) fn across_cube(client: &Client) -> RowTile {
     lanes_of_rows(client, UNITS, 1)
 }
 
-/// Whether a device can run these kernels at all.
+/// Checks that a device can run these kernels.
 ///
 /// # Errors
 /// [`KernelError`] if its cubes are too small.
@@ -92,10 +92,10 @@ pub fn check(client: &Client) -> Result<(), KernelError> {
     }
 }
 
-/// So many numbers are as many as kernels here count.
+/// Checks that the kernels can index this many elements.
 ///
 /// # Errors
-/// [`KernelError`] if they are more.
+/// [`KernelError`] if there are more.
 fn counted(what: &'static str, numbers: usize) -> Result<(), KernelError> {
     match i32::try_from(numbers) {
         Ok(_) => Ok(()),

@@ -1,4 +1,4 @@
-//! Rows times rows, `a · bᵀ`, with results in f32.
+//! Matmuls of rows, `a · bᵀ`, with results in f32.
 
 use crate::kernels::rows::blocks::{OnlyLists, is_wanted, numbers_of};
 use crate::kernels::selection::UNITS;
@@ -9,23 +9,23 @@ use burn_fused_ops::kernels::linear::{
     multiply,
 };
 
-/// Matrices of rows whose numbers are contiguous.
+/// Matrices of rows whose elements are contiguous.
 #[derive(Clone, Debug)]
 pub struct RowsView {
-    /// The buffer, from the first number on.
+    /// Buffer, starting at the first element.
     pub handle: Handle,
-    /// How many matrices there are. Where the other factor has more, as many neighbours share one.
+    /// Number of matrices. If the other factor has more, adjacent ones share a matrix.
     pub matrices: usize,
-    /// Rows of a matrix.
+    /// Number of rows of a matrix.
     pub rows: usize,
-    /// Elements of a row.
+    /// Number of elements of a row.
     pub width: usize,
-    /// Numbers from a matrix to the next, and from a row to the next.
+    /// Number of elements from one matrix to the next, and from one row to the next.
     pub strides: [usize; 2],
 }
 
 impl RowsView {
-    /// Matrices one behind the other.
+    /// Creates a view of contiguous matrices.
     pub fn new(handle: &Handle, [matrices, rows, width]: [usize; 3]) -> Self {
         Self {
             handle: handle.clone(),
@@ -36,7 +36,7 @@ impl RowsView {
         }
     }
 
-    /// The rows from `first` on, so many, of numbers of so many bytes.
+    /// Returns `rows` rows from `first` on, of elements of `bytes` bytes.
     pub fn rows(&self, first: usize, rows: usize, bytes: usize) -> Self {
         Self {
             handle: self.from(first * self.strides[1], bytes),
@@ -45,7 +45,7 @@ impl RowsView {
         }
     }
 
-    /// So many matrices from `first` on, likewise.
+    /// Returns `matrices` matrices from `first` on, of elements of `bytes` bytes.
     pub fn matrices(&self, first: usize, matrices: usize, bytes: usize) -> Self {
         Self {
             handle: self.from(first * self.strides[0], bytes),
@@ -58,23 +58,23 @@ impl RowsView {
         self.handle.clone().offset_start((numbers * bytes) as u64)
     }
 
-    /// Numbers from the first to the last.
+    /// Returns the number of elements from the first to the last.
     fn reach(&self) -> usize {
         let last = (self.matrices - 1) * self.strides[0] + (self.rows - 1) * self.strides[1];
         last + self.width
     }
 }
 
-/// Elements of a row of a result: what tensor cores write.
+/// Returns the number of elements of a row of a result, as tensor cores write it.
 pub fn pitch(columns: usize) -> usize {
     columns.next_multiple_of(8)
 }
 
-/// `a · bᵀ` of each matrix: `[a.matrices, a.rows, pitch(b.rows)]` in f32, what is behind `b`'s rows 0. Of half-precision numbers on tensor cores, where a
-/// device has them.
+/// Computes `a · bᵀ` of each matrix: f32 `[a.matrices, a.rows, pitch(b.rows)]`, 0 after the rows of `b`. Uses tensor cores for half precision, where the device
+/// has them.
 ///
 /// # Errors
-/// [`KernelError`] if a buffer is larger than the device counts, or a factor is empty.
+/// [`KernelError`] if a buffer is larger than the device can index, or a factor is empty.
 pub fn products(
     client: &Client,
     element: ElemType,
@@ -100,8 +100,8 @@ pub fn products(
     }
 }
 
-/// What tensor cores are asked for of rows of half precision, `[matrices, rows, columns, width]`, and what becomes of the products. None of another type, or if rows
-/// do not begin at multiples of 16 bytes.
+/// Returns the request to tensor cores for rows of half precision, `[matrices, rows, columns, width]`, with an epilogue. `None` for other types, or if rows are
+/// not aligned to 16 bytes.
 pub(crate) fn request_of(
     element: ElemType,
     [batch, rows, cols, depth]: [usize; 4],
@@ -118,7 +118,7 @@ pub(crate) fn request_of(
     is_fit.then_some(request)
 }
 
-/// Whether numbers are bf16 or f16. None of another type.
+/// Returns whether the type is bf16 (true) or f16 (false). `None` for other types.
 fn is_bf16(element: ElemType) -> Option<bool> {
     match element {
         ElemType::Float(FloatKind::BF16) => Some(true),
@@ -127,7 +127,7 @@ fn is_bf16(element: ElemType) -> Option<bool> {
     }
 }
 
-/// A product on tensor cores: both factors, and what is asked for. None of another type of numbers, or if they cannot be read.
+/// Returns both factors and the request of a matmul on tensor cores. `None` for other types, or if tensor cores cannot read the factors.
 pub(crate) fn asked(
     element: ElemType,
     [a, b]: [&RowsView; 2],
@@ -146,7 +146,7 @@ pub(crate) fn asked(
     Some(([left, right], request))
 }
 
-/// Whether tensor cores have it.
+/// Launches the matmul on tensor cores, and returns whether they served it.
 fn on_tensor_cores(
     client: &Client,
     element: ElemType,
@@ -163,19 +163,19 @@ fn on_tensor_cores(
     multiply(client, &plan, [&left, &right], out, &beside).is_ok()
 }
 
-/// Products of which sums of exponentials over runs of columns are wanted.
+/// Request for sums of exponentials over runs of columns of a product.
 #[derive(Clone, Copy, Debug)]
 pub struct RunSums {
-    /// Columns of a run.
+    /// Number of columns of a run.
     pub run: usize,
-    /// Row `i` sees the columns before `first + i`, all if there is nothing.
+    /// Row `i` sees the columns before `first + i`; with `None` it sees all.
     pub first: Option<i64>,
-    /// What products are multiplied by.
+    /// Factor of the products.
     pub factor: f64,
 }
 
 impl RunSums {
-    /// A product that has them, if the device does.
+    /// Returns the plan of a matmul with these sums, if the device has one.
     fn planned(
         &self,
         client: &Client,
@@ -191,13 +191,13 @@ impl RunSums {
         Some((views, ProductPlan::new(client, request).ok()?))
     }
 
-    /// Whether tensor cores make them with such a product.
+    /// Returns whether tensor cores serve these sums.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
         self.planned(client, element, factors).is_some()
     }
 
-    /// The natural logarithms of the sums, `[a.matrices, a.rows, b.rows / run]`, rounded up, in f32. What a row does not see is lower than any product, or is not
-    /// written where none of its neighbours sees anything.
+    /// Computes the natural logarithms of the sums: f32 `[a.matrices, a.rows, ⌈b.rows / run⌉]`. Runs that a row does not see are below any product, or are not
+    /// written if the rows around it do not see them either.
     ///
     /// # Errors
     /// [`KernelError`] if the product is not [served](Self::is_served).
@@ -222,20 +222,20 @@ impl RunSums {
     }
 }
 
-/// A cube's tile of the result.
+/// Tile of the result that a cube computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct DotTile {
-    /// Rows, and columns.
+    /// Number of rows, and of columns.
     side: usize,
-    /// How deep it is at a time.
+    /// Number of elements along the depth at a time.
     depth: usize,
-    /// Rows, and columns, of a unit.
+    /// Number of rows, and of columns, of a unit.
     own: usize,
-    /// Numbers between two columns of what is shared, so that few units write to one bank at a time.
+    /// Number of elements between two columns in shared memory, chosen to limit bank conflicts of writes.
     column: usize,
 }
 
-/// Reads fewest numbers.
+/// Tile that reads the fewest elements.
 const LARGE: DotTile = DotTile {
     side: 64,
     depth: 32,
@@ -243,7 +243,7 @@ const LARGE: DotTile = DotTile {
     column: 68,
 };
 
-/// Where there are few tiles, of which each is a wait for every step: more of them, with fewer steps.
+/// Tile for small problems, where the latency of each step dominates: more tiles, with fewer steps.
 const SMALL: DotTile = DotTile {
     side: 32,
     depth: 64,
@@ -251,11 +251,11 @@ const SMALL: DotTile = DotTile {
     column: 33,
 };
 
-/// Neighbouring elements of a row that a unit loads.
+/// Number of adjacent elements of a row that a unit loads.
 const LOADED: usize = 4;
 
 impl DotTile {
-    /// Of so many matrices of rows and columns.
+    /// Returns the tile for this many matrices, rows and columns.
     fn new(client: &Client, matrices: usize, rows: usize, columns: usize) -> Self {
         let known = client.properties().hardware.num_streaming_multiprocessors;
         let tiles = matrices * LARGE.down(rows) * LARGE.down(columns);
@@ -265,17 +265,17 @@ impl DotTile {
         }
     }
 
-    /// Tiles along so many rows or columns.
+    /// Returns the number of tiles along `rows` rows or columns.
     fn down(&self, rows: usize) -> usize {
         rows.div_ceil(self.side)
     }
 
-    /// Units side by side along a tile's columns.
+    /// Returns the number of units along a tile's columns.
     fn across(&self) -> usize {
         self.side / self.own
     }
 
-    /// Units that load a row's numbers.
+    /// Returns the number of units that load a row's elements.
     fn loaders(&self) -> usize {
         self.depth / LOADED
     }
@@ -286,15 +286,15 @@ impl DotTile {
 struct DotSizes {
     rows: usize,
     columns: usize,
-    /// Elements of a row of the result.
+    /// Number of elements of a row of the result.
     pitch: usize,
     depth: usize,
-    /// Tiles of a matrix, along its columns and in all.
+    /// Number of tiles along a matrix's columns, and of a matrix.
     column_tiles: usize,
     tiles: usize,
-    /// Matrices of `a` that share one of `b`.
+    /// Number of matrices of `a` that share one of `b`.
     share: usize,
-    /// All tiles.
+    /// Number of all tiles.
     count: usize,
     a_matrix: usize,
     a_row: usize,
@@ -303,22 +303,23 @@ struct DotSizes {
     factor: f32,
 }
 
-/// Blocks of which products are, if those that are not seen are left out.
+/// Visibility of blocks, if products of hidden ones are left out.
 pub struct SeenBlocks {
     pub grid: GridLaunch,
-    /// The block of queries of the first row.
+    /// Index of the first row's block of queries.
     pub first: usize,
 }
 
-/// What of products is wanted: all, but for what is said here.
+/// Restriction of the products to compute. The default is all.
 #[derive(Default)]
 pub struct Wanted<'a> {
     pub seen: Option<SeenBlocks>,
-    /// Of the matrices of `a`.
+    /// Condition that selects matrices of `a`.
     pub only: Option<OnlyLists<'a>>,
 }
 
-/// The product of rows in f32, times a factor: `out` with so many numbers a row, no fewer than columns. Tiles that no row sees, and matrices that are not wanted, are 0.
+/// Computes the product of rows in f32, times a factor. `pitch` is the number of elements of a row of `out`, at least the columns. Hidden tiles and matrices
+/// that are not selected are 0.
 pub fn dots(
     client: &Client,
     element: ElemType,
@@ -365,7 +366,7 @@ pub fn dots(
         b.strides[1],
         factor,
     );
-    // SAFETY: a unit reads numbers of rows that there are, and writes its own numbers of rows and columns below the result's.
+    // SAFETY: a unit reads elements of existing rows and writes its own elements, of rows and columns within the result.
     unsafe {
         dot_rows::launch_unchecked(
             client,
@@ -390,7 +391,7 @@ pub fn dots(
     Ok(())
 }
 
-/// A factor's matrix: where it begins, its numbers from a row to the next, and the rows that there are.
+/// A factor's matrix: its offset, the elements from one row to the next, and its rows.
 #[derive(CubeType, Clone, Copy)]
 struct Factor {
     matrix: usize,
@@ -398,7 +399,7 @@ struct Factor {
     rows: usize,
 }
 
-/// Fills a unit's share of a tile's columns, of rows from `row0` and numbers of them from `first` on: those that there are, or zeros.
+/// Fills a unit's share of a tile's columns, for rows from `row0` and elements from `first` on, with zeros out of bounds.
 #[cube]
 fn fill<E: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -433,7 +434,7 @@ fn fill<E: Float, N: Size>(
     }
 }
 
-/// A cube has a tile of the result, a unit some rows and every 16th column of it.
+/// Multiplies rows, with a tile of the result per cube. A unit has `tile.own` adjacent rows, and as many columns that are `tile.across()` apart.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn dot_rows<E: Float, N: Size>(
     a: &[Vector<E, N>],
@@ -449,7 +450,7 @@ fn dot_rows<E: Float, N: Size>(
     #[comptime] tile: DotTile,
     #[define(E)] _element: ElemType,
 ) {
-    // Cubes beyond the last tile make it again.
+    // Surplus cubes repeat the last tile.
     let at = CUBE_POS.min(sizes.count - 1);
     let matrix = at / sizes.tiles;
     let of_matrix = at % sizes.tiles;

@@ -1,12 +1,11 @@
-//! Of each line of numbers the least that is kept: the highest ones, so many, or as many as it takes to have a share of the whole.
+//! Finds the smallest selected number of each line: that of the highest ones by count, or of as many as it takes to cover a share of the total.
 //!
-//! Nothing is sorted. Numbers above 0 are in the order of their bits, so the least is found four bits at a time: what numbers with the bits that are known
-//! weigh is added up by their next four bits. A cube has a line; each unit adds up its own numbers in places of its own, and units' sums are added in a fixed
-//! order.
+//! Nothing is sorted. The bits of positive floats are ordered like the floats, so the threshold is found by radix search, four bits at a time: numbers that
+//! match the known bits are counted or summed in bins by their next four bits. Each cube has a line; each unit has its own bins, and these are summed in a
+//! fixed order.
 //!
-//! A few lines that are very long have several cubes each, and a launch finds four bits. A cube adds up the elements of a part of a line by their next digit. The
-//! next launch adds up the parts' totals, in every cube of the line and in the same order, so that each knows the digit; the first of them writes what is known by
-//! then for the launch after it.
+//! A few very long lines are split over several cubes, with a launch per digit. A cube fills the bins of its part of the line. In the next launch every cube of
+//! the line sums the bins of all parts in the same order, so each knows the digit; the first cube stores the state for the launch after that.
 
 use crate::kernels::rows::blocks::{OnlyLists, is_wanted, numbers_of};
 use crate::kernels::selection::lanes_of_rows;
@@ -14,22 +13,22 @@ use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// What of a line is kept.
+/// Rule that selects numbers of a line.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kept {
-    /// So many, so many of the first ones among them whatever they are.
+    /// The highest numbers by count. The first numbers of a line are always selected and included in the count.
     Count {
-        /// All that are kept, of the first and of the second kind of lines.
+        /// Number of selected numbers, for the first and the second kind of lines.
         all: [usize; 2],
-        /// So many of the first ones.
+        /// Number of forced numbers at the start of a line, per kind.
         forced: [usize; 2],
     },
-    /// A share of the whole.
+    /// As many of the highest numbers as cover this share of the total.
     Share(f64),
 }
 
 impl Kept {
-    /// So many of the first numbers of each kind of lines, of so many.
+    /// Returns how many numbers at the start of a line of `len` are forced, per kind of lines.
     pub(crate) fn forced(&self, len: usize) -> [usize; 2] {
         match self {
             Self::Count { forced, .. } => forced.map(|forced| forced.min(len)),
@@ -38,31 +37,30 @@ impl Kept {
     }
 }
 
-/// Lines of numbers.
+/// Lines of numbers and the rule that selects from them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KeptLines {
-    /// How many there are, of two kinds in turn.
+    /// Number of lines, of two alternating kinds.
     pub lines: usize,
-    /// Elements of a line, and from one line to the next.
+    /// Number of elements of a line.
     pub len: usize,
-    /// From one line to the next.
+    /// Number of elements from the start of one line to the next.
     pub step: usize,
-    /// What is kept.
     pub kept: Kept,
 }
 
-/// Units of a cube: many for long lines, if a cube may have as many and as much shared memory.
+/// Number of units of a cube. Long lines use `MANY`, if the device supports such cubes and their shared memory.
 const FEW: usize = 256;
 const MANY: usize = 1024;
 
-/// Numbers of a unit from which on there are many.
+/// Number of elements per unit from which on a line is long.
 const LONG: usize = 16;
 
-/// Numbers that a unit loads before it adds up the first of them, of lines of few and of many numbers: a line has one cube, whose loads have to overlap.
+/// Number of elements that a unit loads before it adds the first of them, for few and for many units. A line has one cube, so its loads have to overlap.
 const AT_A_TIME: [usize; 2] = [4, 16];
 
-/// The least number that is kept of each line, behind what is forced: `least` `[lines]`. What is not above 0 is never kept. Where even all numbers are less
-/// than what is wanted it is 0, where none is wanted NaN. If `only` some lists are wanted, it is anything of lines of others, and they are not read.
+/// Finds the smallest selected number of each line after its forced ones: `least` `[lines]`. Only positive numbers are ever selected. The result is 0 if all
+/// numbers together do not reach the rule, and NaN if it selects none. With `only`, other lists are not read and their results are unspecified.
 pub fn least_kept(
     client: &Client,
     numbers: &Handle,
@@ -130,7 +128,7 @@ pub fn least_kept(
             least,
         );
     }
-    // SAFETY: a cube reads elements of its line, below `len`, and writes the least of it.
+    // SAFETY: a cube reads elements of its line, below `len`, and writes the result of it.
     unsafe {
         least_of_lines::launch_unchecked(
             client,
@@ -155,7 +153,7 @@ fn least_of_lines(
     of: SearchLines,
     #[comptime] c: Search,
 ) {
-    // Cubes beyond the last line have it again.
+    // Surplus cubes repeat the last line.
     let at = CUBE_POS.min(of.lines - 1);
     let is_second = at % 2 == 1;
     let start = at * of.step;
@@ -189,7 +187,7 @@ fn least_of_lines(
     }
     let mut low = 0u32.runtime();
     let mut known = 0u32.runtime();
-    // What numbers weigh that are above all that have the bits of `low`.
+    // Weight of the numbers above all that match the bits of `low`.
     let mut above = 0.0f32.runtime();
     for step in 0..comptime!(32 / BITS) {
         let shift = comptime!(32 - BITS).runtime() - step * comptime!(BITS);
@@ -216,18 +214,18 @@ fn least_of_lines(
     }
 }
 
-/// Bits that are found at a time, and what they can be.
+/// Number of bits that are found at a time, and number of values of these.
 pub(crate) const BITS: u32 = 4;
 pub(crate) const DIGITS: usize = 1 << BITS;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Search {
     pub tile: RowTile,
     pub by_share: bool,
-    /// Whether lists are wanted that have at least a limit, where not all are.
+    /// True if only lists at or above a limit are computed, instead of those below it.
     pub above: bool,
-    /// Numbers of a unit at a time.
+    /// Number of elements that a unit loads at a time.
     pub at_a_time: usize,
 }
 
@@ -236,18 +234,18 @@ pub(crate) struct SearchLines {
     pub lines: usize,
     pub len: usize,
     pub step: usize,
-    /// Of the two kinds.
+    /// Values of the two kinds of lines.
     pub forced: usize,
     pub forced_second: usize,
     pub wanted: f32,
     pub wanted_second: f32,
     pub share: f32,
-    /// Lines of a list, and the limit of its number.
+    /// Number of lines of a list, and the limit of its number.
     each: usize,
     limit: f32,
 }
 
-/// `totals`: what numbers weigh whose bits are those of `low` under `known`, by their next four bits.
+/// Computes `totals`: the weight of numbers that match `low` in the bits of `known`, by their next four bits.
 #[cube]
 pub(crate) fn add_up(
     numbers: &[f32],
@@ -282,7 +280,7 @@ pub(crate) fn add_up(
             let own = place + comptime!(i * units);
             let number = loaded[i];
             let bits = u32::reinterpret(number);
-            // NaN is above nothing.
+            // NaN compares false.
             if own < to && number > 0.0f32 && ((bits ^ low) & known) == 0u32 {
                 let digit = ((bits >> shift) & comptime!(DIGITS as u32 - 1)) as usize;
                 let weight = match comptime!(c.by_share) {
@@ -295,7 +293,7 @@ pub(crate) fn add_up(
         place += comptime!(at_a_time * units);
     }
     sync_cube();
-    // As many units a digit as there are digits fewer than units; then sixteen, then one.
+    // Reduces the bins in three steps: `units / DIGITS` units per digit, then 16, then one.
     let share = comptime!(units / DIGITS);
     let (digit, part) = (unit / share, unit % share);
     let mut sum = 0.0f32.runtime();
@@ -324,7 +322,7 @@ pub(crate) fn add_up(
     sync_cube();
 }
 
-/// Elements of a line that are looked at: none of a line that is not wanted.
+/// Returns the number of elements of a line to look at: 0 if its list is not selected.
 #[cube]
 pub(crate) fn wanted_len(
     only: &ComptimeOption<Box<[f32]>>,
@@ -332,19 +330,20 @@ pub(crate) fn wanted_len(
     of: &SearchLines,
     #[comptime] c: Search,
 ) -> usize {
-    // What is no number counts as below the limit.
+    // NaN counts as below the limit.
     let wanted = is_wanted(only, line / of.each, of.limit, comptime!(c.above));
     select(wanted, of.len, 0usize)
 }
 
-/// A digit, and what numbers weigh that have a higher one.
+/// A digit, and the weight of numbers with a higher one.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Found {
     pub digit: u32,
     pub above: f32,
 }
 
-/// The highest digit at which what is wanted is reached, by the `totals` of digits and what numbers above all of them weigh; else the lowest.
+/// Returns the highest digit at which the limit is reached, given the `totals` of digits and the weight `above` them. If none reaches it, returns the lowest
+/// digit.
 #[cube]
 pub(crate) fn first_reached(totals: &[f32], above: f32, limit: f32) -> Found {
     let mut is_found = false.runtime();
@@ -369,27 +368,27 @@ pub(crate) fn first_reached(totals: &[f32], above: f32, limit: f32) -> Found {
     }
 }
 
-/// Elements of a line from which on it is parted, and of a part.
+/// Number of elements from which on a line is split, and number of elements of a part.
 const PARTED: usize = 1 << 17;
 const PART: usize = 1 << 15;
 
-/// The most parts.
+/// Maximum number of parts.
 const MOST: usize = 32;
 
-/// Launches that find a digit, and one that writes the number.
+/// Number of launches that find a digit. One more writes the result.
 const DIGIT_PASSES: usize = 32 / BITS as usize;
 
-/// Words that are known of a line: the bits that are found, what numbers above weigh, and what is wanted.
+/// Number of state words of a line: the known bits, the weight above them, and the limit.
 const KNOWN: usize = 3;
 
-/// Whether so many lines of a length have several cubes each: where one each would leave half of the multiprocessors without any.
+/// Returns whether lines are split over several cubes: if they are long, and one cube each would leave half of the multiprocessors idle.
 pub(crate) fn is_parted(client: &Client, [lines, len]: [usize; 2]) -> bool {
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
     len >= PARTED && 2 * lines <= multiprocessors
 }
 
-/// [`least_kept`](crate::kernels::selection::least_kept) of lines `[lines, len]` by a share.
+/// Computes [`least_kept`](crate::kernels::selection::least_kept) of long lines `[lines, len]` by share.
 pub(crate) fn digits_of_parts(
     client: &Client,
     (numbers, reach): (&Handle, usize),
@@ -406,8 +405,8 @@ pub(crate) fn digits_of_parts(
     let totals = client.empty(totals_len * size_of::<f32>());
     let known = client.empty(known_len * size_of::<u32>());
     for pass in 0..=DIGIT_PASSES {
-        // SAFETY: a cube reads elements of its line, below `len`, and what the launch before wrote; it writes the totals of its own part, and the first of a line
-        // what is known, and the least.
+        // SAFETY: a cube reads elements of its line, below `len`, and results of the previous launch. It writes the totals of its own part, and the first cube
+        // of a line writes its state and the result.
         unsafe {
             digit_of_parts::launch_unchecked(
                 client,
@@ -429,7 +428,8 @@ pub(crate) fn digits_of_parts(
     Ok(())
 }
 
-/// `totals` `[digits, lines, parts, 16]`, `known` `[digits + 1, lines, 3]`, `least` `[lines]`.
+/// Finds the digit of the previous pass, and fills the bins of this pass for each part. `totals` is `[digits, lines, parts, 16]`, `known`
+/// `[digits + 1, lines, 3]`, `least` `[lines]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn digit_of_parts(
     numbers: &[f32],
@@ -443,7 +443,7 @@ fn digit_of_parts(
     #[comptime] c: Search,
 ) {
     let units = comptime!(c.tile.lanes);
-    // Cubes beyond the last part make it again.
+    // Surplus cubes repeat the last part.
     let at = CUBE_POS.min(of.lines * parts - 1);
     let (line, part) = (at / parts, at % parts);
     let unit = UNIT_POS as usize;
@@ -469,7 +469,7 @@ fn digit_of_parts(
             above = f32::reinterpret(known[own + 1]);
             limit = f32::reinterpret(known[own + 2]);
         } else {
-            // The first digits are those of all numbers.
+            // The totals of the first digit cover all numbers.
             let mut whole = 0.0f32.runtime();
             #[unroll]
             for digit in 0..comptime!(DIGITS) {
@@ -487,7 +487,7 @@ fn digit_of_parts(
         let each = of.len.div_ceil(parts);
         let from = part * each;
         let shift = comptime!(32 - BITS).runtime() - pass as u32 * comptime!(BITS);
-        // All ones above the digit.
+        // Mask of the bits above the digit.
         let mut found = 0u32.runtime();
         if pass > 0 {
             found = comptime!(u32::MAX).runtime() << (shift + comptime!(BITS));

@@ -1,9 +1,9 @@
-//! Blocks of keys in which something is kept: keys, distances from a query back to a key, or the blocks themselves.
+//! Key blocks that contain a selected key or a selected distance from a query back to a key, or that are selected as a whole.
 //!
 //! ```text
-//! flags       whether a block of keys has one that is kept, and which distances between blocks have one     16 units a flag
-//! heaviest    the same of whole blocks of keys, and of whole distances between blocks                       a unit a flag
-//! scores      1 and 0 of blocks of queries and of keys                                                      a unit a score
+//! flags       whether a key block contains a selected key; which block distances contain a selected distance   16 units per flag
+//! heaviest    whether a key block, or a block distance, is among the heaviest                                  a unit per flag
+//! scores      1 or 0 for each query block and key block                                                        a unit per score
 //! ```
 
 use std::ops::Range;
@@ -13,34 +13,34 @@ use crate::kernels::selection::UNITS;
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use blocksparse_cubecl::prelude::*;
 
-/// Which blocks are asked for.
+/// Sizes of a call, and the rule that selects keys and distances.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Touched {
-    /// Batch entries times heads.
+    /// `batch · heads`.
     pub lists: usize,
-    /// Queries and keys.
+    /// Number of queries and keys.
     pub seq: [usize; 2],
-    /// Queries and keys of a block.
+    /// Number of queries, and of keys, of a block.
     pub block: usize,
-    /// The rows of blocks that are wanted.
+    /// Range of rows of blocks.
     pub rows: Range<usize>,
-    /// Which keys and which distances are kept.
+    /// Rule that selects keys and distances.
     pub kept: Kept,
 }
 
-/// Units that look for one flag.
+/// Number of units per flag.
 const LANES: usize = 16;
 
-/// Numbers that are less apart, in parts of them, are as good as equal.
+/// Relative difference below which two numbers count as equal.
 const APART: f32 = 1e-6;
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct FlagSizes {
     keys: usize,
     block: usize,
-    /// Flags of a line.
+    /// Number of flags of a line.
     flags: usize,
-    /// The distance of flag 1; the others are whole blocks apart.
+    /// Distance at which flag 1 starts; the others follow at whole blocks.
     first: usize,
     forced: usize,
     forced_second: usize,
@@ -52,12 +52,12 @@ impl Touched {
         self.seq[1].div_ceil(self.block)
     }
 
-    /// Flags of a line: of blocks of keys, or of distances between blocks.
+    /// Returns the number of flags of a line, for key blocks or block distances.
     pub(crate) fn flags(&self) -> usize {
         self.blocks() + 2
     }
 
-    /// How many blocks the first query lies behind the first key, and how much more.
+    /// Returns the offset of the first query from the first key, in whole blocks and the remainder.
     fn offset(&self) -> [i64; 2] {
         let (offset, block) = (self.seq[1] as i64 - self.seq[0] as i64, self.block as i64);
         [offset.div_euclid(block), offset.rem_euclid(block)]
@@ -73,8 +73,8 @@ impl Touched {
         }
     }
 
-    /// The flags of sums of keys and of distances `[lists, 2, keys]`, and the sums of blocks `[lists, 2, flags]`: of the keys of a block, and of the
-    /// distances from the first query of a block of queries to a block of keys. Flags of other lists than `only` some are anything.
+    /// Computes the flags from sums of keys and of distances `[lists, 2, keys]`, and block sums `[lists, 2, flags]`: over the keys of a block, and over the
+    /// distances from the queries of a block to the first key of a block. With `only`, flags of other lists are unspecified.
     pub(crate) fn flag(
         &self,
         client: &Client,
@@ -98,7 +98,7 @@ impl Touched {
             forced_second,
             count,
         );
-        // SAFETY: units read numbers of lines below `keys`; the first of those of a flag below `count` writes it.
+        // SAFETY: units read numbers of lines below `keys`; the first unit of each flag below `count` writes it.
         unsafe {
             flags_of_lines::launch_unchecked(
                 client,
@@ -115,7 +115,7 @@ impl Touched {
         Ok([flagged, of_blocks])
     }
 
-    /// The flags of so many blocks of keys and distances between blocks that have the largest sums of blocks, the first block and the queries' own among them.
+    /// Computes the flags of the `blocks` key blocks and block distances with the largest block sums, including the first block and the queries' own.
     pub(crate) fn heaviest(
         &self,
         client: &Client,
@@ -128,7 +128,7 @@ impl Touched {
             len: flags,
             step: flags,
             kept: Kept::Count {
-                // A query's own block has distances of two flags.
+                // A query's own block spans the distances of two flags.
                 all: [blocks, blocks.saturating_add(1)],
                 forced: OWN,
             },
@@ -137,7 +137,7 @@ impl Touched {
         let (least, count) = (made(2 * lists), 2 * lists * flags);
         least_kept(client, of_blocks, &lines, None, &least)?;
         let heaviest = made(count);
-        // SAFETY: a unit below `count` reads the sum of its flag, and writes it.
+        // SAFETY: a unit below `count` reads the sum of its flag and writes the flag.
         unsafe {
             flags_of_blocks::launch_unchecked(
                 client,
@@ -167,7 +167,7 @@ impl Touched {
     }
 }
 
-/// Scores of 1 and 0, `[lists, rows, blocks]` in f32: 1 if a block has a key that is kept, or a pair at a distance that is kept, by `sums` `[lists, 2, keys]`
+/// Writes scores of 1 and 0, f32 `[lists, rows, blocks]`: 1 if a block contains a selected key or a pair at a selected distance, by `sums` `[lists, 2, keys]`
 /// of keys and of distances (`line_sums`).
 pub fn touched_blocks(
     client: &Client,
@@ -182,7 +182,7 @@ pub fn touched_blocks(
         return Ok(());
     }
     let [flags, _] = of.flag(client, sums, None)?;
-    // SAFETY: a unit below `count` reads flags of its list, and writes its own score.
+    // SAFETY: a unit below `count` reads flags of its list and writes its own score.
     unsafe {
         touched_scores::launch_unchecked(
             client,
@@ -197,19 +197,20 @@ pub fn touched_blocks(
     Ok(())
 }
 
-/// Whether a number is kept.
+/// Returns whether a number is selected.
 #[cube]
 pub(crate) fn is_kept(number: f32, least: f32) -> bool {
     number > 0.0f32 && number >= least * comptime!(1.0 - APART)
 }
 
-/// Of flags the first of blocks of keys, and those of distances that a query's own block has.
+/// Number of forced flags: the first key block, and the distances of a query's own block.
 const OWN: [usize; 2] = [1, 2];
 
-/// `sums` `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the sums of blocks, `of_blocks`, `[lists, 2, flags]`.
+/// Computes flags and block sums from keys and distances. `sums` is `[lists, 2, keys]`, `least` `[lists, 2]`; `flags` and the block sums `of_blocks` are
+/// `[lists, 2, flags]`.
 ///
-/// Flag `p` of distances is of a block of queries whose first one lies `first + (p − 1) · block` behind the first key of a block: all distances that two whole
-/// blocks there have. Its sum is of those that the first query, or one less than a block before it, has to the first key.
+/// Flag `p` of distances belongs to a query block whose first query is `first + (p − 1) · block` after the first key of a key block, and covers all distances
+/// between two complete blocks at these positions. Its block sum covers the distances of the query block's queries to the first key of the key block.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn flags_of_lines(
     sums: &[f32],
@@ -229,16 +230,16 @@ fn flags_of_lines(
     let is_second = line % 2 == 1;
     let forced = select(is_second, of.forced_second, of.forced);
     let least = least[line];
-    // From `from` on, before `to`.
+    // Half-open range of the flag.
     let mut from = flag * of.block;
     let mut to = from + of.block;
     if is_second {
-        // The distance of the first query and the first key, and a block more.
+        // Distance from the first query to the first key, plus one block.
         let apart = of.first + flag * of.block;
         to = apart;
         from = (apart + 1).max(2 * of.block) - 2 * of.block;
     }
-    // The later half of the distances that two blocks have.
+    // The later half of the distances between two blocks.
     let summed = select(is_second, to.max(of.block) - of.block, from);
     to = to.min(of.keys);
     let mut is_any = 0u32.runtime();
@@ -265,7 +266,7 @@ fn flags_of_lines(
     }
 }
 
-/// `of_blocks` and `flags` `[lists, 2, len]`, `least` `[lists, 2]`.
+/// Computes flags from block sums. `of_blocks` and `flags` are `[lists, 2, len]`, `least` `[lists, 2]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usize, count: usize) {
     let at = ABSOLUTE_POS;
@@ -281,19 +282,19 @@ fn flags_of_blocks(of_blocks: &[f32], least: &[f32], flags: &mut [u32], len: usi
     }
 }
 
-/// Rows of scores.
+/// Sizes of the scores.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct ScoreSizes {
     pub rows: usize,
     pub first: usize,
     pub blocks: usize,
     flags: usize,
-    /// The flag of distances of a block of queries and the block of keys of the same number.
+    /// Flag of the distances between a query block and the key block of the same index.
     same: i32,
     pub count: usize,
 }
 
-/// Whether a block has a key or a distance that is kept.
+/// Returns whether a block has a selected key or distance.
 #[cube]
 pub(crate) fn is_touched(
     flags: &[u32],

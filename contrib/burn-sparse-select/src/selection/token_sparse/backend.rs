@@ -1,4 +1,4 @@
-//! Queries that list what they see on each backend, and their step in Burn's autodiff graph.
+//! Attention over index lists on each backend, and its node in Burn's autodiff graph.
 
 #[cfg(any(feature = "cube", feature = "autodiff"))]
 use crate::selection::token_sparse::ops::TokenSparseOps;
@@ -64,10 +64,10 @@ mod kernels {
         OutputGrads, SavedTensors, ScoreTensors,
     };
 
-    /// Elements of 16 bytes, which rows begin at multiples of.
+    /// Alignment of rows in elements: 16 bytes.
     const ALIGNMENT: usize = 8;
 
-    /// Why kernels do not gather by the lists of a call's queries, if it is for what is in none of its sizes.
+    /// Returns the reason why kernels cannot gather by lists, if it does not depend on the call's sizes.
     pub(crate) fn gathers(q: &Tensor<4>, options: &AttentionOptions) -> Result<(), &'static str> {
         device(q)?;
         if uses_reference() {
@@ -87,7 +87,7 @@ mod kernels {
         cube::of(&q.device()).ok_or("the device has no kernels")
     }
 
-    /// What runs for lists of `most` numbers, and of so many tiles of queries by blocks, or why kernels do not take the call.
+    /// Returns the plan for lists of `most` entries and `tiles` tiles of packed queries, or the reason why kernels do not take the call.
     pub(crate) fn plan(
         [q, k, v]: [&Tensor<4>; 3],
         lists: [usize; 2],
@@ -99,7 +99,7 @@ mod kernels {
         Ok(plan.to_string())
     }
 
-    /// The sizes of a call by its shapes, and the dtype of its queries.
+    /// Returns the request of a call with these shapes, and the dtype of its queries.
     fn request(
         [q, k, v]: [[usize; 4]; 3],
         dtype: DType,
@@ -121,7 +121,7 @@ mod kernels {
         request.with_overlap(call.overlap)
     }
 
-    /// What runs of a call that was planned before.
+    /// Returns the plan of a call that was planned before.
     fn planned(inputs: &TokenSparseInputs<CubeBackend>, call: &TokenSparseCall) -> Arc<ListedPlan> {
         let TokenSparseInputs { q, k, v, lists } = inputs;
         let shapes = [q, k, v].map(|x| x.meta.shape().dims());
@@ -137,12 +137,12 @@ mod kernels {
         plan.unwrap_or_else(|why| panic!("attention over lists: {why}"))
     }
 
-    /// Lists as kernels read them.
+    /// Converts lists to contiguous i32, as kernels read them.
     fn numbers(x: CubeTensor) -> CubeTensor {
         into_contiguous(cast(x, IntDType::I32.into()))
     }
 
-    /// The layout that kernels of layouts attend to: what is near, or all lists as pairs of tiles.
+    /// Returns the layout that layout kernels attend to: the layout next to block lists, or all token lists as masked tiles.
     fn layout(
         lists: &QueryLists<CubeBackend>,
         pass: &ListedPass,
@@ -153,9 +153,9 @@ mod kernels {
                 let keys = numbers(keys.clone());
                 let host = checked(tiles.layout(&keys.client, &keys.handle));
                 Some(LayoutTensors {
-                    // Kernels read none.
+                    // Kernels do not read this.
                     blocked: keys,
-                    // The layout has its pairs.
+                    // The layout itself holds the pairs.
                     choice: DynamicBlocks::Host,
                     host,
                     plan: KernelPlan {
@@ -167,7 +167,7 @@ mod kernels {
         }
     }
 
-    /// The inputs of attention over a layout.
+    /// Returns the inputs of attention over the layout.
     fn over_layout(inputs: &TokenSparseInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
         AttentionInputs {
             q: inputs.q.clone(),
@@ -178,7 +178,7 @@ mod kernels {
     }
 
     impl TokenSparseOps for CubeBackend {
-        /// Attention over a layout, where there is one, which mainloops over lists carry on.
+        /// Runs attention over the layout, if there is one, and continues it with mainloops over the lists.
         fn token_sparse_attention(
             inputs: TokenSparseInputs<Self>,
             call: TokenSparseCall,
@@ -225,7 +225,7 @@ mod kernels {
             TokenSparseOutput { out, lse }
         }
 
-        /// With lse and delta over all keys, the gradients by layout and lists are sums.
+        /// Sums the gradients of the layout and of the lists, which is exact because lse and delta cover all keys.
         fn token_sparse_attention_backward(
             saved: TokenSparseSaved<Self>,
             grads: OutputGrads<Self>,
@@ -237,7 +237,7 @@ mod kernels {
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             let (pass, grad_lse) = (plan.backward(), contiguous(grads.lse));
-            // Kernels over lists read queries, and gradients with respect to what they see, as rows of one matrix.
+            // The list kernels read queries and the gradients with respect to the outputs as rows of one matrix.
             let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
                 .map(|x| match pass {
                     ListedPass::Tiles(_) => x,
@@ -263,7 +263,7 @@ mod kernels {
                 let wanted = NeedsGrad::default();
                 Self::block_sparse_attention_backward(saved, grads, layout, options, wanted)
             });
-            // Kernels add to what is there.
+            // The list kernels accumulate onto these gradients.
             let made = match near {
                 Some(near) => [near.q, near.k, near.v],
                 None => [&inputs.q, &inputs.k, &inputs.v]
@@ -301,10 +301,10 @@ mod kernels {
         }
     }
 
-    /// Lists as kernels read them.
+    /// Lists in the form that kernels read.
     struct Numbers {
         lists: CubeTensor,
-        /// Of blocks: queries, the blocks of their tiles, and the places of each query's.
+        /// For block lists: queries by place, the blocks of their tiles, and the places of each query's selections.
         by_blocks: Option<[CubeTensor; 3]>,
     }
 
@@ -362,7 +362,7 @@ mod step {
     use burn_blocksparse::internal::inner_layout;
     use burn_blocksparse::internal::values::OutputGrads;
 
-    /// Lists on the backend that autodiff decorates.
+    /// Unwraps lists to the backend that autodiff decorates.
     fn inner_lists<B: Backend, C: CheckpointStrategy>(
         lists: QueryLists<Autodiff<B, C>>,
     ) -> QueryLists<B> {

@@ -1,4 +1,4 @@
-//! The backend operation of queries that list what they see: single keys, or blocks of keys beside a layout.
+//! Backend operation of attention over index lists: single keys, or blocks of keys in addition to a layout.
 
 pub mod backend;
 pub mod ops;

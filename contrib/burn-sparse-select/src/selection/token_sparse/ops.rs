@@ -1,7 +1,8 @@
-//! The backend trait of queries that list what they see, what crosses it, and attention over lists of single keys in Burn's primitives: products with all keys,
-//! some queries at a time, of which those that are not listed have no weight. It takes the time of dense attention, and the memory of one such part.
+//! Backend trait of attention over index lists, its values, and a reference over single keys in Burn's operations. The reference multiplies some queries at a
+//! time with all keys and gives weight 0 to keys that are not listed. It takes the time of dense attention and the memory of one such part.
 
-// Without autodiff and without a backend nobody goes backward. What crosses backends holds its tensors itself, also where the macro makes it.
+// Without autodiff or a backend the backward pass is unused. The enums own their tensors, also those that the macro generates, so their variants differ in
+// size.
 #![cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 #![allow(clippy::large_enum_variant)]
 
@@ -14,10 +15,10 @@ use crate::selection::parts::{NOTHING, in_steps};
 use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::values::{LayoutTensors, OutputGrads};
 
-/// Scores in memory at a time, at most, unless a single query has more.
+/// Upper bound of the scores in memory at a time. A single query may exceed it.
 const SLAB_SCORES: usize = 1 << 22;
 
-/// What the numbers of lists name, with the sizes that are in none of their shapes.
+/// What the entries of lists refer to, with the sizes that no shape contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sparsity {
@@ -28,51 +29,51 @@ pub enum Sparsity {
     },
     /// Blocks of keys.
     Blocks {
-        /// Keys of a block.
+        /// Number of keys of a block.
         block: usize,
-        /// Places of a tile of queries.
+        /// Number of places of a tile of packed queries.
         tile: usize,
     },
 }
 
-/// Parameters of a call over lists, besides its tensors.
+/// Parameters of a call over lists.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TokenSparseCall {
     /// Kind of the lists.
     pub sparsity: Sparsity,
-    /// Factor of the scores.
+    /// Factor of the dot products.
     pub scale: f64,
-    /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
+    /// Expected overlap of the lists of adjacent queries, from 0 to 1.
     pub overlap: f64,
-    /// True if kernels gather by the lists.
+    /// True to use the kernels that gather by the lists.
     pub dispatch: bool,
 }
 
-/// Lists of queries: i32, for each head of keys, on the device.
+/// Lists of queries: i32, per KV head, on the device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub enum QueryLists<B: Backend> {
-    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 after the last.
+    /// Keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending and unique, then −1.
     Tokens(IntTensor<B>),
-    /// The blocks that each query sees whole beside a layout. They are computed in kernels only where a plan of kernels says so: elsewhere the same is composed of other
-    /// operations.
+    /// Blocks that each query sees entirely, in addition to a layout. Only kernels compute them, where a plan of kernels exists; elsewhere the caller composes
+    /// the result from other operations.
     Blocks(#[extension_type] BlockLists<B>),
 }
 
 op_values! {
-    /// Lists of blocks, by queries and by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them.
+    /// Lists of blocks by query and by block, see [`SelectedBlocks`](crate::selection::SelectedBlocks).
     pub struct BlockLists {
-        /// The blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for none.
+        /// Blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for empty entries.
         pub blocks: IntTensor,
-        /// The query at each place: `[batch, kv_heads, places]`,
+        /// Query at each place: `[batch, kv_heads, places]`.
         pub queries: IntTensor,
-        /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
+        /// Block of each tile of places: `[batch, kv_heads, tiles]`.
         pub tile_blocks: IntTensor,
-        /// The place of each choice: `[batch, kv_heads, seq_q, most]`, negative for none.
+        /// Place of each selection: `[batch, kv_heads, seq_q, most]`, negative for empty entries.
         pub places: IntTensor,
-        /// Layout of what queries see in addition to their lists.
+        /// Layout of the pairs that queries see in addition to their lists.
         pub near: LayoutTensors,
     }
 
@@ -88,23 +89,23 @@ op_values! {
         pub lists: QueryLists,
     }
 
-    /// Out and lse, over all keys that queries see.
+    /// Outputs over all keys that queries see.
     pub struct TokenSparseOutput {
         /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
         pub out: FloatTensor,
-        /// `[batch, heads, seq_q]`, in the dtype of sums.
+        /// `[batch, heads, seq_q]`, in the accumulation dtype.
         pub lse: FloatTensor,
     }
 
     /// Tensors saved for the backward pass.
     pub struct TokenSparseSaved {
-        /// Its inputs.
+        /// Inputs of the forward pass.
         pub inputs: TokenSparseInputs,
-        /// Its output.
+        /// Outputs of the forward pass.
         pub output: TokenSparseOutput,
     }
 
-    /// Gradients, each of its input's shape and dtype.
+    /// Gradients, each with its input's shape and dtype.
     pub struct TokenSparseGrads {
         /// `[batch, heads, seq_q, head_dim]`
         pub q: FloatTensor,
@@ -115,7 +116,7 @@ op_values! {
     }
 }
 
-/// Attention over lists as a backend operation. Arguments are checked by the public functions.
+/// Attention over lists as a backend operation. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -124,7 +125,7 @@ op_values! {
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait TokenSparseOps: Backend {
-    /// The forward pass.
+    /// Computes the forward pass.
     #[fusion(meta = meta::forward)]
     fn token_sparse_attention(
         #[extension_type] inputs: TokenSparseInputs<Self>,
@@ -133,7 +134,7 @@ pub trait TokenSparseOps: Backend {
         reference_attention::<Self>(inputs, &call)
     }
 
-    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`.
+    /// Computes the backward pass. `grads` are the gradients of a loss with respect to the outputs.
     #[fusion(meta = meta::backward)]
     fn token_sparse_attention_backward(
         #[extension_type] saved: TokenSparseSaved<Self>,
@@ -146,18 +147,18 @@ pub trait TokenSparseOps: Backend {
 
 reference_backends!(TokenSparseOps);
 
-/// A call, in the dtype of its sums.
+/// Tensors of a call in the accumulation dtype.
 struct Problem<B: Backend> {
     k: Array<B>,
     v: Array<B>,
     keys: IntTensor<B>,
-    /// Heads of queries of a head of keys.
+    /// Number of query heads per KV head.
     group: usize,
     scale: f64,
 }
 
 impl<B: Backend> Problem<B> {
-    /// The call, and its queries.
+    /// Returns the problem of a call, and its queries.
     fn new(inputs: TokenSparseInputs<B>, call: &TokenSparseCall) -> (Self, Array<B>) {
         let dtype = accumulate_in(inputs.q.dtype().into());
         let QueryLists::Tokens(keys) = inputs.lists else {
@@ -181,20 +182,20 @@ impl<B: Backend> Problem<B> {
         in_steps(0..seq_q, (SLAB_SCORES / of_query.max(1)).max(1))
     }
 
-    /// Queries of `[batch, heads, seq_q, width]` as rows of their heads of keys: `[batch, kv_heads, group · queries, width]`.
+    /// Reshapes queries of `[batch, heads, seq_q, width]` to rows of their KV heads: `[batch, kv_heads, group · queries, width]`.
     fn rows(&self, x: &Array<B>, queries: &Range<usize>) -> Array<B> {
         let [batch, heads, _, width] = x.dims();
         let dims = [batch, heads / self.group, self.group * queries.len(), width];
         x.clone().narrow(2, queries.clone()).reshape(dims)
     }
 
-    /// The way back.
+    /// Inverts [`rows`](Self::rows).
     fn heads(&self, rows: Array<B>) -> Array<B> {
         let [batch, kv_heads, count, width] = rows.dims();
         rows.reshape([batch, kv_heads * self.group, count / self.group, width])
     }
 
-    /// Which pairs of some queries are not listed: `[batch, kv_heads, group · queries, seq_kv]`.
+    /// Returns true for pairs of a range of queries that are not listed: `[batch, kv_heads, group · queries, seq_kv]`.
     fn hidden(&self, queries: &Range<usize>) -> BoolTensor<B> {
         let device = self.keys.device();
         let bools = get_device_settings::<B>(&device).bool_dtype;
@@ -202,7 +203,7 @@ impl<B: Backend> Problem<B> {
         let at = [Slice::full(), Slice::full(), queries.clone().into()];
         let keys = B::int_slice(self.keys.clone(), &at);
         let none = B::int_lower_elem(keys.clone(), 0i64.into(), bools);
-        // No key is that of a column after all others.
+        // Empty entries mark an extra last column, which is dropped.
         let keys = B::int_mask_fill(keys, none, (seq_kv as i64).into());
         let [batch, lists, count, most] = keys.shape().dims();
         let zeros =

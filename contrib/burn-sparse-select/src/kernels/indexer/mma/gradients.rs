@@ -1,8 +1,8 @@
-//! The kernel of the gradients. A cube has rows, which are queries by heads or keys, in registers as left operands; what they meet comes by as columns. Of a few
-//! columns a warp makes the products again, then what the difference gives each pair, which lies as another product's left operand does, and its product with
-//! the columns, whose numbers are in shared memory once. Differences are in f32, and go into that product as the sum of two numbers in half precision.
+//! Kernel of the gradients. A cube has rows, which are (query, head) pairs or keys, in registers as left operands; columns are streamed. For a few columns at a
+//! time a warp recomputes the products, then the gradient of each pair, whose register layout is that of a left operand, and multiplies it with the columns.
+//! The columns are in shared memory once for both matmuls. Pair gradients are f32, and enter the second matmul as the sum of two numbers in half precision.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use crate::kernels::indexer::gradients::IndexerGradients;
@@ -22,14 +22,14 @@ use blocksparse_cubecl::arch::sm80::{
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// The two rows of a unit: where each one's differences begin, or the differences' column.
+/// The two rows of a unit: offsets of their score gradients, or the column of these.
 #[derive(CubeType, Clone, Copy)]
 struct Pair {
     lower: usize,
     upper: usize,
 }
 
-/// A query by heads at a place, `row · heads + head`, by its number among all.
+/// Returns the row in memory of the (query, head) pair at index `row · heads + head`.
 #[cube]
 fn query_line(at: usize, end: usize, entry: usize, s: &Sizes) -> Line {
     let is_there = at < end;
@@ -40,7 +40,8 @@ fn query_line(at: usize, end: usize, entry: usize, s: &Sizes) -> Line {
     }
 }
 
-/// Where the differences of a row begin: of by keys it is the key. Rows that are not there have those of another, and products that are 0.
+/// Returns the offset of a row's score gradients; for gradients with respect to keys, the key. Absent rows use those of an existing row, and their products are
+/// 0.
 #[cube]
 fn differences(
     at: usize,
@@ -79,9 +80,9 @@ fn gradient(
     let tile = cube / parts;
     let mut entry = tile / of_cubes.row_tiles;
     let mut row0 = tile % of_cubes.row_tiles * comptime!(ROWS);
-    // The query whose keys are read, if it lists them.
+    // Query whose listed keys are read, if keys are listed.
     let mut lister = 0usize.runtime();
-    // The row behind the last one.
+    // End of the rows (exclusive).
     let mut row_end = s.rows * s.heads;
     let mut first = 0usize.runtime();
     let mut steps = s.columns.div_ceil(comptime!(COLUMNS));
@@ -103,7 +104,7 @@ fn gradient(
         let last = (row0 + comptime!(ROWS - 1)).min(row_end - 1) / s.heads;
         steps = (s.position(last) + 1).div_ceil(comptime!(COLUMNS));
     }
-    // Cubes beyond the last tile have nothing to do.
+    // Surplus cubes do nothing.
     if !exists {
         steps = 0usize.runtime();
     }
@@ -185,7 +186,7 @@ fn gradient(
             if target == stages_end {
                 target = base;
             }
-            // The first column, or the first query.
+            // First column, or first query.
             let mut column = at * comptime!(COLUMNS);
             let mut is_seen = warp_row < row_end;
             if comptime!(t.by_keys) {
@@ -220,7 +221,7 @@ fn gradient(
     }
 
     if exists {
-        // Of by keys a part has its own sums.
+        // For gradients with respect to keys each part has its own sums.
         let part_start = part * s.batch * s.seq_kv * comptime!(of.width);
         let quarter = work.lane as usize % 4;
         #[unroll]
@@ -260,7 +261,7 @@ fn gradient(
     }
 }
 
-/// Starts to copy a step by its number.
+/// Starts to copy a step.
 #[cube]
 fn copy_step(
     q: u64,
@@ -296,7 +297,7 @@ fn copy_step(
     }
 }
 
-/// Adds what the columns of a step give: keys from `column` on, or queries by heads from query `column` on.
+/// Accumulates the columns of a step: keys from `column` on, or (query, head) pairs from query `column` on.
 #[cube]
 fn add_step(
     left: &Array<Vector<u32, Four>>,
@@ -356,11 +357,11 @@ fn add_step(
                 let product = products[comptime!(2 * two + half)];
                 let mut given = Array::<f32>::new(4usize);
                 if comptime!(t.by_keys) {
-                    // Both columns are of one query.
+                    // Both columns belong to one query.
                     let of_step = comptime!(eight * EIGHT / of.heads)
                         + quarter * 2 / comptime!(of.heads.min(EIGHT));
                     let query = column + of_step;
-                    // All columns of eight are, and some eights together. Those of queries that are not there have products that are 0.
+                    // All eight columns belong to one query, and possibly several groups of eight do. Those of absent queries have products of 0.
                     if comptime!(eight == 0 || of.ends(eight)) {
                         let start = (work.entry * s.rows + query.min(s.rows - 1)) * s.columns;
                         found[0] = by_scores[start + rows.lower];
@@ -377,7 +378,7 @@ fn add_step(
                     #[unroll]
                     for odd in 0..2usize {
                         let key = column + comptime!(eight * EIGHT + odd) + 2 * quarter;
-                        // Keys that are not there have products that are 0.
+                        // Absent keys have products of 0.
                         let key = key.min(s.columns - 1);
                         let lower = by_scores[rows.lower + key];
                         let mut upper = lower;
@@ -417,7 +418,7 @@ fn add_step(
                     let at = comptime!(rows * of.pitch() + (2 * d + i) * 32);
                     numbers[i] = load_transposes(across, at);
                 }
-                // Sums that follow each other are others, because each product takes a while.
+                // Adjacent instructions use different accumulators, which hides the latency of mma.sync.
                 #[unroll]
                 for part in 0..2usize {
                     let own = if comptime!(part == 0) { high } else { low };
@@ -438,22 +439,22 @@ fn add_step(
     }
 }
 
-/// How a gradient is launched.
+/// Arguments of a launch.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientWork<'a> {
-    /// Tiles of a query that lists keys or of a batch entry, and how many of these there are, in so many parts.
+    /// Rows of a listing query or of a batch entry, the number of these, and the number of parts.
     pub lines: usize,
     pub groups: usize,
     pub parts: usize,
-    /// The gradient and its numbers, and that by the weights.
+    /// The gradient with its number of elements, and the gradient with respect to the weights.
     pub out: (&'a Handle, usize),
     pub by_weights: Option<&'a Handle>,
 }
 
-/// Makes a gradient, as [`by_queries`](crate::kernels::indexer::by_queries) and [`by_keys`](crate::kernels::indexer::by_keys) say.
+/// Launches a gradient, see [`by_queries`](crate::kernels::indexer::by_queries) and [`by_keys`](crate::kernels::indexer::by_keys).
 ///
 /// # Errors
-/// [`KernelError`] if there are more tiles than a launch has cubes, or more numbers than the device counts.
+/// [`KernelError`] if there are more tiles than a launch has cubes, or the device cannot index the elements.
 pub fn launch_gradient(
     client: &Client,
     sizes: &PairSizes,
@@ -468,8 +469,8 @@ pub fn launch_gradient(
     let address = address_of(client, largest.max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     let inputs = &gradients.inputs;
-    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and reads numbers of pairs that there are; it writes its own numbers of rows that
-    // there are. Lists hold keys of the sequence or numbers below 0. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit copies pieces of existing rows of queries and keys, and reads existing entries of pairs; it writes its own elements of existing rows.
+    // Lists hold keys of the sequence or negative numbers. The buffers have the lengths that `buffer` gets.
     unsafe {
         gradient::launch_unchecked(
             client,

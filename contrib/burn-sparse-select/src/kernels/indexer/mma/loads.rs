@@ -1,4 +1,4 @@
-//! What is copied to shared memory, in pieces of 16 bytes: zeros of what is not there.
+//! Copies to shared memory, in pieces of 16 bytes, with zeros for absent rows.
 
 use cubecl::prelude::*;
 
@@ -9,22 +9,22 @@ use blocksparse_cubecl::arch::sm80::{copy_piece, copy_word, load_matrices, wait_
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// What a cube works on.
+/// Work of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Work {
     pub entry: usize,
-    /// The first key, or the first place of a list.
+    /// First key, or first index of a list.
     pub column0: usize,
-    /// The first query that is there, and the one behind the last.
+    /// First query, and end of the queries (exclusive).
     pub first: usize,
     pub end: usize,
-    /// Shared memory.
+    /// Address of shared memory.
     pub base: u32,
     pub warp: u32,
     pub lane: u32,
 }
 
-/// A step: queries from `row` on, and heads of each from `head0` on, of a head of keys.
+/// A step: queries from `row` on, and heads of each from `head0` on, for one KV head.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Step {
     pub row: usize,
@@ -32,14 +32,14 @@ pub(crate) struct Step {
     pub kv_head: usize,
 }
 
-/// A row in memory, by its number.
+/// Index of a row in memory, if it exists.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Line {
     pub place: usize,
     pub is_there: bool,
 }
 
-/// Starts to copy piece `at` of a step's place in shared memory, which is one of a row.
+/// Starts to copy piece `at` of a stage in shared memory.
 #[cube]
 pub(crate) fn copy_line(source: u64, line: Line, at: usize, stage: u32, #[comptime] t: SumTile) {
     let row = at / comptime!(t.pieces());
@@ -53,7 +53,7 @@ pub(crate) fn copy_line(source: u64, line: Line, at: usize, stage: u32, #[compti
     );
 }
 
-/// Starts to copy a step's queries, with what each of their heads has in `of_rows`.
+/// Starts to copy a step's queries, with the `of_rows` entries of their heads.
 #[cube]
 pub(crate) fn copy_queries(
     q: u64,
@@ -66,9 +66,9 @@ pub(crate) fn copy_queries(
 ) {
     let group = s.heads / s.kv_heads;
     let heads = (work.entry * s.heads + step.kv_head * group + step.head0) * s.seq_q + s.start;
-    // Read anew in each step, so that what is made of it takes no registers in between.
+    // Read again in each step, which frees the registers of derived values in between.
     let unit = unit() as usize;
-    // Not unrolled: places of several pieces would take the registers that keys need.
+    // Not unrolled: addresses of several pieces would use registers that the keys need.
     let mut at = unit;
     while at < comptime!(t.columns() * t.pieces()) {
         let column = at / comptime!(t.pieces());
@@ -89,14 +89,14 @@ pub(crate) fn copy_queries(
             let place = heads + head * s.seq_q + row;
             copy_word(target, of_rows + place as u64 * 4);
         } else {
-            // A weight of 0; or a sum of exponentials beside which all are 0.
+            // A weight of 0, or an lse of +∞, which makes all exponentials 0.
             let none = comptime!(if t.is_weights { f32::INFINITY } else { 0.0 });
             shared_store(target, comptime!(none.to_bits()).runtime());
         }
     }
 }
 
-/// The key of a column of a query, if there is one.
+/// Returns the key of a query's column, if there is one.
 #[cube]
 pub(crate) fn key_line(
     keys: &ComptimeOption<Box<[i32]>>,
@@ -116,7 +116,7 @@ pub(crate) fn key_line(
     }
 }
 
-/// Loads the keys of the warps as left operands, through the places of the steps, of which none may be in use.
+/// Loads the keys of the warps as left operands. Uses the memory of the stages, none of which may be in use.
 #[cube]
 pub(crate) fn load_keys(
     k: u64,
@@ -161,11 +161,11 @@ pub(crate) fn load_keys(
             load_left(left, stage, work, comptime!(m * t.depth()), t);
         }
     }
-    // Steps come to the same places.
+    // Steps reuse this memory.
     sync_cube();
 }
 
-/// A warp's sixteen rows of a place in shared memory as left operands, from number `first` on.
+/// Loads a warp's 16 rows of a stage as left operands, starting at element `first`.
 #[cube]
 pub(crate) fn load_left(
     left: &mut Array<Vector<u32, Four>>,

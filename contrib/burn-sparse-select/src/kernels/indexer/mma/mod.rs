@@ -1,10 +1,10 @@
-//! Sums of pairs, and gradients by them, on mma.sync, for GPUs of compute capability 8.0 and up: of bf16 and f16, whose products f32 holds as they are.
+//! Sums of pairs and their gradients on mma.sync, for GPUs of compute capability 8.0 and up. For bf16 and f16, whose products are exact in f32.
 //!
 //! ```text
-//! tile            the shape of a cube's work, and whether tensor cores take a call
-//! loads           what is copied to shared memory: keys once, queries step by step
-//! sums            the kernel of sums, and its launch
-//! gradients       the kernel of the gradients, and its launch
+//! tile        shape of a cube's work; which calls run on tensor cores
+//! loads       copies to shared memory: keys once, queries step by step
+//! sums        kernel and launch of the sums
+//! gradients   kernel and launch of the gradients
 //! ```
 
 mod gradients;

@@ -1,7 +1,7 @@
-//! The kernel. A cube has keys, in registers as left operands, and some queries, whose heads come by as columns: a unit has sums of few of a query's heads, and
-//! three neighbours those of the others.
+//! Kernel of the sums. A cube has keys, in registers as left operands, and some queries, whose heads are streamed as columns. A unit sums a few of a query's
+//! heads, and three adjacent units sum the others.
 
-// What is known at compile time stays apart from what is not.
+// Compile-time conditions stay separate from runtime ones.
 #![allow(clippy::collapsible_if)]
 
 use crate::kernels::indexer::mma::loads::{Step, Work, copy_queries, load_keys};
@@ -24,7 +24,7 @@ fn sums(
     keys: ComptimeOption<Box<[i32]>>,
     out: &mut [f32],
     s: Sizes,
-    // Tiles of keys, runs of queries and their queries, and tiles in all.
+    // Number of tiles along keys, of runs of queries, of queries of a run, and of all tiles.
     key_tiles: usize,
     runs: usize,
     run: usize,
@@ -38,7 +38,7 @@ fn sums(
     let column0 = tile % key_tiles * comptime!(t.keys());
     let row0 = tile / key_tiles % runs * run;
     let end = (row0 + run).min(s.rows);
-    // Queries before the first that sees a key are left out.
+    // Skips queries before the first that sees a key.
     let mut first = row0;
     if comptime!(!t.is_listed && !t.all) {
         let position = s.position(0usize);
@@ -54,7 +54,7 @@ fn sums(
         lane: UNIT_POS_X % 32,
     };
     let mut steps = (max(first, end) - first).div_ceil(comptime!(t.queries)) * comptime!(t.parts);
-    // Cubes beyond the last tile have nothing to do, nor those behind the end of a list.
+    // Surplus cubes, and those after the end of a list, do nothing.
     let mut is_needed = CUBE_POS < tiles;
     if comptime!(t.is_listed) {
         let column = column0.min(s.columns - 1);
@@ -70,7 +70,7 @@ fn sums(
     );
     let stage_bytes = comptime!(t.stage_bytes() as u32);
     let stages_end = base + comptime!(t.shared_bytes() as u32);
-    // Where the lane's row of a right operand begins, and its two columns of each eight.
+    // Address of the lane's row of a right operand, and of its two columns of each group of eight.
     let lane = work.lane;
     let right = (lane % 8 + lane / 16 * 8) * comptime!(t.pitch() as u32) + lane / 8 % 2 * 16;
     let pair = comptime!(t.of_rows() as u32) + lane % 4 * 8;
@@ -112,7 +112,7 @@ fn sums(
                     target = base;
                 }
                 let step = step_of(at, kv_head, &work, t);
-                // The last query's position is the highest.
+                // The last query has the highest position.
                 let last = s.position(step.row + comptime!(t.queries - 1));
                 let mut is_seen = 1u32.runtime();
                 if comptime!(!t.is_listed && !t.all) {
@@ -142,7 +142,7 @@ fn sums(
     }
 }
 
-/// A step by its number.
+/// Returns a step by its index.
 #[cube]
 pub(crate) fn step_of(at: usize, kv_head: usize, work: &Work, #[comptime] t: SumTile) -> Step {
     Step {
@@ -152,7 +152,7 @@ pub(crate) fn step_of(at: usize, kv_head: usize, work: &Work, #[comptime] t: Sum
     }
 }
 
-/// Adds what the heads of a step give, and writes the sums of queries whose last heads these are.
+/// Accumulates the heads of a step, and writes the sums of queries that end with it.
 #[cube]
 fn add_step(
     left: &Array<Vector<u32, Four>>,
@@ -225,7 +225,7 @@ fn add_step(
     }
 }
 
-/// Writes the sums of a query, and begins with those of the next.
+/// Writes the sums of a query, and resets them for the next.
 #[cube]
 fn store(
     totals: &mut Array<f32>,
@@ -239,7 +239,7 @@ fn store(
     #[comptime] t: SumTile,
 ) {
     let lanes = comptime!(t.sharing());
-    // Read anew, so that what is made of it takes no registers while products are made.
+    // Read again, which frees the registers of derived values during the matmul.
     let lane = unit() as usize % 32;
     let own = lane % lanes;
     let warp_column = work.column0 + work.warp as usize * comptime!(t.warp_keys());
@@ -251,7 +251,7 @@ fn store(
         }
     }
     let position = s.position(row);
-    // Each of the lanes that share sums writes others of them.
+    // Each of the lanes that share sums writes different ones.
     #[unroll]
     for j in 0..comptime!(2 * t.sixteens / lanes) {
         let mut sum = totals[comptime!(j * lanes)];
@@ -283,10 +283,10 @@ fn store(
     }
 }
 
-/// Makes the sums, as [`pair_sums`](crate::kernels::indexer::pair_sums) says.
+/// Launches the sums, see [`pair_sums`](crate::kernels::indexer::pair_sums).
 ///
 /// # Errors
-/// [`KernelError`] if there are more tiles than a launch has cubes, or more numbers than the device counts.
+/// [`KernelError`] if there are more tiles than a launch has cubes, or the device cannot index the elements.
 pub fn launch(
     client: &Client,
     sizes: &PairSizes,
@@ -303,8 +303,8 @@ pub fn launch(
     let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * tiles))?;
     let cubes = spread(client, tiles as u64)?;
     let ending = epilogue.ending(t.is_weights);
-    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are; lists hold keys of the
-    // sequence or numbers below 0. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit copies pieces of existing rows of queries and keys, and writes its own entries of existing rows and columns; lists hold keys of the
+    // sequence or negative numbers. The buffers have the lengths that `buffer` gets.
     unsafe {
         sums::launch_unchecked(
             client,

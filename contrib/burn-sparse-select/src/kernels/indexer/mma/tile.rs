@@ -1,4 +1,4 @@
-//! The shape of a cube's work: keys of its own, which stay in registers, and queries by heads that come by; or rows of a gradient, and columns.
+//! Shape of a cube's work: its own keys, which stay in registers, and streamed (query, head) columns; or rows and columns of a gradient.
 
 use cubecl::client::Client;
 
@@ -9,53 +9,52 @@ use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::tensor::half_of;
 use blocksparse_cubecl::tuning::Tuning;
 
-/// Bytes, and numbers, that are copied, and read by ldmatrix, at a time.
+/// Bytes, and elements, of a piece: the unit of copies and of ldmatrix.
 pub(crate) const PIECE: usize = 16;
 pub(crate) const PIECE_NUMBERS: usize = 8;
-/// Warps of a cube: few, so that two cubes fit a multiprocessor and one multiplies while the other waits.
+/// Number of warps of a cube. It is small, so that two cubes fit a multiprocessor and one multiplies while the other waits.
 pub(crate) const WARPS: usize = 4;
-/// Units of a cube.
 pub(crate) const UNITS: usize = 32 * WARPS;
-/// Columns of a step, at most: queries by heads.
+/// Maximum number of columns of a step: (query, head) pairs.
 pub(crate) const COLUMNS: usize = 64;
-/// Columns of one mma.sync.
+/// Number of columns of one mma.sync.
 pub(crate) const EIGHT: usize = 8;
-/// Registers of a unit that hold keys, at most.
+/// Maximum number of registers of a unit that hold keys.
 const KEY_REGISTERS: usize = 128;
-/// Steps in shared memory at a time.
+/// Candidate numbers of stages in shared memory.
 const STAGES: [usize; 3] = [4, 3, 2];
-/// What two cubes have of a multiprocessor's shared memory, less what it keeps for each.
+/// Shared memory per cube if two fit a multiprocessor, less the part reserved per cube.
 const SHARED: usize = 113 * 1024;
-/// Queries of a cube.
+/// Candidate numbers of queries of a cube.
 const QUERIES: [usize; 4] = [64, 32, 16, 8];
-/// Cubes of a multiprocessor's share of a launch, so that what the last of them leave idle is little.
+/// Target number of cubes per multiprocessor, which keeps the tail of a launch small.
 const CUBES: usize = 16;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SumTile {
     pub(crate) half: Half,
-    /// Elements of a query or a key, a multiple of 8.
+    /// Number of elements of a query or a key, a multiple of 8.
     pub(crate) width: usize,
-    /// Keys of a warp in sixteens.
+    /// Number of keys of a warp, in units of 16.
     pub(crate) sixteens: usize,
-    /// Heads of a query in a step: 2, 4 or a multiple of 8, of which some may not be there.
+    /// Number of heads of a query in a step: 2, 4 or a multiple of 8. Some may be padding.
     pub(crate) heads: usize,
-    /// Queries of a step; one if its heads take several steps.
+    /// Number of queries of a step; one if its heads take several steps.
     pub(crate) queries: usize,
-    /// Steps of a query's heads.
+    /// Number of steps of a query's heads.
     pub(crate) parts: usize,
     pub(crate) stages: usize,
-    /// Keys have more than one head, so that sums are added to what is there.
+    /// True if there are several KV heads, so sums accumulate onto the output.
     pub(crate) adds: bool,
     pub(crate) is_listed: bool,
     pub(crate) is_weights: bool,
-    /// Keys behind a query's position count.
+    /// True to include keys after a query's position.
     pub(crate) all: bool,
 }
 
 impl SumTile {
-    /// How tensor cores make the sums, or why they do not.
+    /// Returns the tile of the sums on tensor cores, or the reason why there is none.
     pub fn new(
         client: &Client,
         sizes: &PairSizes,
@@ -81,7 +80,7 @@ impl SumTile {
     fn of(half: Half, sizes: &PairSizes, sum: &PairSum) -> Self {
         let group = sizes.heads[0] / sizes.heads[1];
         let is_listed = sizes.listed.is_some();
-        // As many steps as the heads need, of which none has more heads to pad than another.
+        // Splits the heads evenly over as few steps as possible.
         let heads = group.div_ceil(group.div_ceil(COLUMNS));
         let heads = match heads {
             _ if is_listed => heads.next_multiple_of(EIGHT),
@@ -104,14 +103,14 @@ impl SumTile {
         }
     }
 
-    /// With as many steps as fit.
+    /// Sets as many stages as fit shared memory, if any do.
     fn staged(mut self, shared: usize) -> Option<Self> {
         let room = |stages: usize| stages * self.stage_bytes() <= shared.min(SHARED);
         self.stages = STAGES.into_iter().find(|&stages| room(stages))?;
         Some(self)
     }
 
-    /// The same for steps whose columns are the depth of another product, with one sixteen of rows a warp.
+    /// Returns the tile for steps whose columns are the depth of another matmul, with 16 rows per warp.
     pub(crate) fn with_sixteens(mut self) -> Self {
         self.sixteens = 1;
         if self.heads > EIGHT {
@@ -121,7 +120,7 @@ impl SumTile {
         self
     }
 
-    /// The same for steps of keys.
+    /// Returns the tile for steps of keys.
     pub(crate) fn of_keys(mut self) -> Self {
         self.sixteens = 1;
         self.heads = COLUMNS;
@@ -130,17 +129,17 @@ impl SumTile {
         self
     }
 
-    /// The type of queries and keys.
+    /// Returns the dtype of queries and keys.
     pub fn half(&self) -> Half {
         self.half
     }
 
-    /// Whether sums are of exponentials.
+    /// Returns whether the sums are of exponentials.
     pub fn is_weights(&self) -> bool {
         self.is_weights
     }
 
-    /// Whether keys behind a query's position count.
+    /// Returns whether keys after a query's position are included.
     pub fn all(&self) -> bool {
         self.all
     }
@@ -149,12 +148,12 @@ impl SumTile {
         Element::Half(self.half)
     }
 
-    /// Sixteens of a row, the last of which may be half zeros.
+    /// Returns the number of 16-element slices of a row, the last of which may be half padding.
     pub(crate) fn depth(&self) -> usize {
         self.width.div_ceil(16)
     }
 
-    /// Pieces of a row in shared memory, and those of them that there are.
+    /// Returns the number of pieces of a row in shared memory, including padding.
     pub(crate) fn pieces(&self) -> usize {
         2 * self.depth()
     }
@@ -163,22 +162,22 @@ impl SumTile {
         self.width / PIECE_NUMBERS
     }
 
-    /// Bytes from a row to the next: an odd number of pieces, so that eight rows lie in different banks.
+    /// Returns the bytes from one row to the next: an odd number of pieces, so that eight rows use different banks.
     pub(crate) fn pitch(&self) -> usize {
         (self.pieces() + 1) * PIECE
     }
 
-    /// Columns of a step.
+    /// Returns the number of columns of a step.
     pub(crate) fn columns(&self) -> usize {
         self.heads * self.queries
     }
 
-    /// Columns in eights.
+    /// Returns the number of groups of eight columns.
     pub(crate) fn eights(&self) -> usize {
         self.columns() / EIGHT
     }
 
-    /// Keys of a warp, and of a cube.
+    /// Returns the number of keys of a warp.
     pub(crate) fn warp_keys(&self) -> usize {
         16 * self.sixteens
     }
@@ -187,14 +186,14 @@ impl SumTile {
         WARPS * self.warp_keys()
     }
 
-    /// Where a step's numbers of rows lie.
+    /// Returns the offset of a stage's `of_rows` entries.
     pub(crate) fn of_rows(&self) -> usize {
-        // A step's place also has sixteen keys of each warp, while they are on their way.
+        // A stage also holds 16 keys per warp while these are loaded.
         let rows = self.columns().next_multiple_of(16).max(16 * WARPS);
         rows * self.pitch()
     }
 
-    /// Bytes of a step, a multiple of what ldmatrix reads.
+    /// Returns the bytes of a stage, a multiple of the alignment of ldmatrix.
     pub(crate) fn stage_bytes(&self) -> usize {
         self.of_rows() + (4 * self.columns()).next_multiple_of(PIECE)
     }
@@ -203,17 +202,17 @@ impl SumTile {
         self.stages * self.stage_bytes()
     }
 
-    /// Lanes of a warp that share the columns of a query among eight.
+    /// Returns the number of lanes that share the columns of a query within a group of eight.
     pub(crate) fn sharing(&self) -> usize {
         self.heads.min(EIGHT) / 2
     }
 
-    /// Whether all columns of a query are behind it after so many eights of a step.
+    /// Returns whether a query's columns end after this many groups of eight of a step.
     pub(crate) fn ends(&self, eights: usize) -> bool {
         (eights * EIGHT).is_multiple_of(self.heads)
     }
 
-    /// Queries of a cube.
+    /// Returns the number of queries of a cube.
     pub fn run(&self, client: &Client, sizes: &PairSizes) -> usize {
         if self.is_listed {
             return 1;
@@ -228,36 +227,36 @@ impl SumTile {
             .unwrap_or(last)
     }
 
-    /// Tiles along the keys, or along a query's list.
+    /// Returns the number of tiles along the keys, or along a query's list.
     pub(crate) fn key_tiles(&self, sizes: &PairSizes) -> usize {
         sizes.columns().div_ceil(self.keys())
     }
 }
 
-/// Rows of a cube: sixteen of a warp.
+/// Number of rows of a cube: 16 per warp.
 pub(crate) const ROWS: usize = 16 * WARPS;
-/// Columns whose products a warp makes at a time, in eights.
+/// Number of groups of eight columns whose products a warp computes at a time.
 pub(crate) const EIGHTS: usize = 4;
-/// What numbers of f16 are multiplied by, so that small ones do not vanish: differences of shares are at most 1.
+/// Scale of f16 numbers, which keeps small ones from underflow. Pair gradients are at most 1 in absolute value.
 const F16_SCALE: f32 = 16384.0;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientTile {
-    /// How a step lies in shared memory: keys, or queries by heads.
+    /// Layout of a step in shared memory: keys, or (query, head) pairs.
     pub(crate) step: SumTile,
-    /// Rows are keys, and columns are queries by heads; otherwise it is the other way round.
+    /// True if rows are keys and columns are (query, head) pairs; false for the reverse.
     pub(crate) by_keys: bool,
-    /// Both rows of a unit are of one query.
+    /// True if both rows of a unit belong to one query.
     pub(crate) alike: bool,
-    /// What is there is added to.
+    /// True to add to the existing contents of the output.
     pub(crate) adds: bool,
-    /// No query has a number for a key behind its position.
+    /// True if no query has an entry for a key after its position.
     pub(crate) causal: bool,
 }
 
 impl GradientTile {
-    /// How tensor cores make the gradient, or why they do not.
+    /// Returns the tile of the gradient on tensor cores, or the reason why there is none.
     pub fn new(
         client: &Client,
         sizes: &PairSizes,
@@ -274,7 +273,7 @@ impl GradientTile {
             return Err("a difference times a weight may be too large for f16");
         }
         let step = match by_keys {
-            // Rows of a product's depth come by sixteens.
+            // Columns are the depth of the second matmul, which is a multiple of 16.
             true => step.with_sixteens(),
             false => step.of_keys(),
         };
@@ -287,7 +286,7 @@ impl GradientTile {
         })
     }
 
-    /// What differences are multiplied by before they are rounded to two parts.
+    /// Returns the factor of pair gradients before they are split into two parts.
     pub(crate) fn scale(&self) -> f32 {
         match self.step.half {
             Half::Bf16 => 1.0,
@@ -295,7 +294,7 @@ impl GradientTile {
         }
     }
 
-    /// Eights of a row of the gradient.
+    /// Returns the number of groups of eight elements of a gradient row.
     pub(crate) fn width_eights(&self) -> usize {
         self.step.width / EIGHT
     }
@@ -321,7 +320,7 @@ mod tests {
             .unwrap()
     }
 
-    /// Every head has a column, queries end where columns of eight do, and two cubes fit.
+    /// Every head has a column, queries end at groups of eight columns, and two cubes fit.
     #[test]
     fn heads_have_columns() {
         for listed in [None, Some(40)] {
@@ -351,7 +350,7 @@ mod tests {
         }
     }
 
-    /// Steps of a gradient are sixteens of columns, which have all heads.
+    /// Steps of a gradient have multiples of 16 columns, which cover all heads.
     #[test]
     fn columns_of_gradients_are_sixteens() {
         for group in 1..200 {

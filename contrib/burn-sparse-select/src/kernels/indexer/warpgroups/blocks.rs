@@ -1,5 +1,5 @@
-//! Sums of bf16 and f16 over the keys of blocks that queries list. A cube has a block's keys; the queries that list it come by, wherever they are, and leave their
-//! sums where the block stands in their lists. Two cubes share a multiprocessor, so that one copies and adds up while the other multiplies.
+//! Sums of bf16 and f16 over the keys of blocks that queries list. A cube has a block's keys; the queries that list it are streamed, and their sums are written
+//! at the block's index in their lists. Two cubes share a multiprocessor, so that one copies and adds while the other multiplies.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -20,22 +20,22 @@ use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::half_of;
 use blocksparse_cubecl::tuning::Tuning;
 
-/// Places of a tile, which a cube has: queries that list its block.
+/// Number of places of a tile, which a cube processes: queries that list its block.
 pub(crate) const PLACES: usize = 64;
-/// Steps that there is room for: one is multiplied, the next is on its way.
+/// Number of stages: one is multiplied while the next is copied.
 const STAGES: usize = 2;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct BlockSums {
     half: Half,
     of: HeadSums,
-    /// Keys of a block.
+    /// Number of keys of a block.
     block: usize,
 }
 
 impl BlockSums {
-    /// How warpgroups make the scores of listed blocks of so many keys, if they do.
+    /// Returns the parameters for blocks of `block` keys, if warpgroups serve the call.
     pub fn new(
         client: &Client,
         element: ElemType,
@@ -69,12 +69,12 @@ impl BlockSums {
         self.block / GROUP_KEYS * KEY_SPAN.bytes()
     }
 
-    /// The weight of each column of a step.
+    /// Returns the offset of the weights of the stages' columns.
     fn of_rows(&self) -> usize {
         self.ring_offset() + STAGES * COLUMN_SPAN.bytes()
     }
 
-    /// The choice at each place, and behind these its query.
+    /// Returns the offset of the selection at each place; the query of each place follows.
     fn choices(&self) -> usize {
         self.of_rows() + STAGES * COLUMNS * 4
     }
@@ -88,18 +88,19 @@ impl BlockSums {
     }
 }
 
-/// What a cube works on.
+/// Work of a cube.
 #[derive(CubeType, Clone, Copy)]
 struct Work {
     q: u64,
     of_rows: u64,
-    /// Shared memory.
+    /// Address of shared memory.
     base: u32,
     warp: u32,
     lane: u32,
 }
 
-/// `q` and `k` are in words. Choices are `row · count +` the place of a block in the row's list of `count`, negative for none, and those last in a tile.
+/// Computes the sums of each tile's block. `q` and `k` are words. A selection is `row · count` plus the block's index in the row's list of `count`; negative
+/// entries are empty and come last in a tile.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums<N: Size>(
     q: &[u32],
@@ -117,7 +118,7 @@ fn sums<N: Size>(
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let tile = CUBE_POS.min(tiles - 1);
     let block = tile_blocks[tile];
-    // Neither cubes beyond the last tile nor tiles of no block have anything to do.
+    // Surplus cubes and tiles without a block do nothing.
     if CUBE_POS < tiles && block >= 0i32 {
         let work = Work {
             q: global_address::<u32>(q),
@@ -142,7 +143,7 @@ fn sums<N: Size>(
     }
 }
 
-/// Makes the sums of a tile.
+/// Computes the sums of a tile.
 #[cube]
 fn mainloop<N: Size>(
     out: &mut [f32],
@@ -157,13 +158,13 @@ fn mainloop<N: Size>(
     let own_keys = work.base + group * comptime!(own_span.bytes() as u32);
     let k_desc = descriptor(own_keys, 16usize);
     let q_desc = descriptor(work.base + comptime!(t.ring_offset() as u32), 16usize);
-    // The unit's two columns of each eight.
+    // The unit's two columns of each group of eight.
     let pair = work.base + comptime!(t.of_rows() as u32) + work.lane % 4 * 8;
     let warp_key = group as usize * GROUP_KEYS + (work.warp % 4 * 16) as usize;
     let mut at = 0usize.runtime();
     let mut goes_on = true.runtime();
     while goes_on {
-        // The step is there, and nobody reads the one before.
+        // The stage has arrived, and no warp reads the one before any more.
         own_copies();
         sync_cube();
         let next = at + 1;
@@ -209,7 +210,7 @@ fn mainloop<N: Size>(
     }
 }
 
-/// Writes the sums of the queries at two places, or of one.
+/// Writes the sums of the queries at one or two places.
 #[cube]
 fn write(
     first: Totals,
@@ -233,19 +234,19 @@ fn write(
     }
     if choice >= 0i32 {
         let key = own_key(warp_key, work.lane);
-        // Of these keys none is near, whatever the position.
+        // None of these keys is near, whatever the position.
         let sum = finished(sum, 0i32, 0usize, 1usize, ending, false);
         out[choice as usize * comptime!(t.block) + key] = sum;
     }
 }
 
-/// The query at a place, or [`NOWHERE`].
+/// Returns the query at a place, or [`NOWHERE`].
 #[cube]
 fn row_at(place: usize, work: &Work, #[comptime] t: BlockSums) -> u32 {
     shared_load(work.base + comptime!(t.rows() as u32) + place as u32 * 4)
 }
 
-/// Starts to copy the keys of a block, from the first on: zeros behind the last that there is.
+/// Starts to copy the keys of a block from `first` on, with zeros after the last key.
 #[cube]
 fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes) {
     let own_span = comptime!(KEY_SPAN);
@@ -261,7 +262,7 @@ fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes) {
     }
 }
 
-/// Starts to copy the rows of a step, with the weight of each.
+/// Starts to copy the rows of a step with their weights.
 #[cube]
 fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
     let of_columns = comptime!(COLUMN_SPAN);
@@ -294,7 +295,7 @@ fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
     }
 }
 
-/// The row in memory of a column of a step, or [`NOWHERE`].
+/// Returns the row in memory of a step's column, or [`NOWHERE`].
 #[cube]
 fn place_of(column: u32, place0: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) -> u32 {
     let head = column as usize % comptime!(t.of.heads);
@@ -303,7 +304,7 @@ fn place_of(column: u32, place0: usize, work: &Work, s: &Sizes, #[comptime] t: B
     select(row == NOWHERE, comptime!(NOWHERE).runtime(), place)
 }
 
-/// Makes the sums of one batch entry, by the queries that chose the block of each tile.
+/// Launches the sums of one batch entry, for the queries that selected the block of each tile.
 pub(crate) fn launch_blocks(
     client: &Client,
     sizes: &PairSizes,
@@ -317,8 +318,8 @@ pub(crate) fn launch_blocks(
     let places = tiles * PLACES;
     let address = address_of(client, q.max(k).max(sizes.elements()).max(places))?;
     let cubes = spread(client, tiles as u64)?;
-    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers where the blocks of its queries are in their lists. The
-    // buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit copies pieces of existing rows of queries and keys, and writes its own entries at the positions of its block in the queries' lists. The
+    // buffers have the lengths that `buffer` gets.
     unsafe {
         sums::launch_unchecked(
             client,

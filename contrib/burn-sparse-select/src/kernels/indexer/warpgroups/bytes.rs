@@ -1,4 +1,5 @@
-//! Sums of numbers of 8 bits (E4M3: 4 bits of exponent and 3 of fraction; OCP 8-bit floating point, 2023), twice as many products a cycle. Keys of a cube are in registers, as left operands; a unit asks TMA for columns, some steps ahead.
+//! Sums in fp8 (E4M3: 4 bits of exponent and 3 of fraction; OCP 8-bit floating point, 2023), which has twice the matmul throughput. A cube's keys are in
+//! registers, as left operands; one unit loads columns by TMA, some steps ahead.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -19,26 +20,26 @@ use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::tma::registers;
 use blocksparse_cubecl::prelude::*;
 
-/// Steps that there is room for, and how far ahead columns are asked for: some warps may still have a step before.
+/// Number of stages, and number of steps that columns are loaded ahead. Some warps may still read an earlier stage.
 const STAGES: usize = 8;
 const AHEAD: usize = 6;
-/// Columns of one product: a unit adds up what one gave while another is made.
+/// Number of columns of one wgmma: a unit adds the results of one while another runs.
 const HALF: usize = COLUMNS / 2;
-/// Words of a row.
+/// Number of words of a row.
 const WORDS: usize = WIDTH / 4;
-/// Words of a unit's keys: 16 rows by 32 bytes are four.
+/// Words of a unit's keys: 16 rows of 32 bytes take four.
 type OwnKeys = Const<16>;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ByteSums {
     of: HeadSums,
-    /// Keys behind a query's position count.
+    /// True to include keys after a query's position.
     all: bool,
 }
 
 impl ByteSums {
-    /// How warpgroups make a sum of numbers of 8 bits, if they do.
+    /// Returns the parameters of a sum in fp8, if warpgroups serve it.
     pub fn new(client: &Client, sizes: &PairSizes, sum: &PairSum) -> Option<Self> {
         let PairSum::Scores { all, .. } = sum else {
             return None;
@@ -51,7 +52,7 @@ impl ByteSums {
         takes(client, sizes, found.shared_bytes()).then_some(found)
     }
 
-    /// Of what a half of the columns has of a query.
+    /// Returns the parameters of the heads of half of the columns.
     fn of_half(&self) -> HeadSums {
         HeadSums {
             heads: self.of.heads.min(HALF),
@@ -59,7 +60,7 @@ impl ByteSums {
         }
     }
 
-    /// Bytes of a step's columns, and of what they have in `of_rows`.
+    /// Returns the bytes of a step's columns, and of their `of_rows` entries.
     fn step_bytes(&self) -> [usize; 2] {
         [COLUMNS * WIDTH, COLUMNS * 4]
     }
@@ -68,7 +69,7 @@ impl ByteSums {
         STAGES * self.step_bytes()[0]
     }
 
-    /// Barriers of steps: full, and then empty.
+    /// Returns the offset of the stages' full barriers; the empty barriers follow.
     fn full(&self) -> usize {
         self.of_rows() + STAGES * self.step_bytes()[1]
     }
@@ -82,7 +83,8 @@ impl ByteSums {
     }
 }
 
-/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack_queries`] and [`pack_keys`](crate::kernels::indexer::rounding::pack_keys) make.
+/// Computes [`pair_sums`](crate::kernels::indexer::pair_sums) from the results of [`pack_queries`] and
+/// [`pack_keys`](crate::kernels::indexer::rounding::pack_keys).
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_bytes<N: Size>(
     q: &TensorMap<u32, Tiled>,
@@ -129,7 +131,7 @@ fn sum_bytes<N: Size>(
     }
 }
 
-/// Makes the sums of a run.
+/// Computes the sums of a run.
 #[cube]
 fn mainloop<N: Size>(
     k: &[u32],
@@ -154,7 +156,7 @@ fn mainloop<N: Size>(
     #[unroll]
     for i in 0..16usize {
         let row = lane as usize / 4 + comptime!(i % 2 * 8);
-        // Keys behind the last are not written.
+        // Entries of keys after the last are not written.
         let column = (warp_column + row).min(s.columns - 1);
         let word = comptime!(i / 4 * 8 + i / 2 % 2 * 4) + lane as usize % 4;
         own.insert(i, k[(work.run.entry * s.seq_kv + column) * WORDS + word]);
@@ -199,24 +201,24 @@ fn mainloop<N: Size>(
     }
 }
 
-/// The place of a step in shared memory.
+/// Returns the stage of a step.
 #[cube]
 fn slot(step: u32) -> u32 {
     step % comptime!(STAGES as u32)
 }
 
-/// The phase of its barriers.
+/// Returns the phase of a stage's barriers.
 #[cube]
 fn phase(step: u32) -> u32 {
     step / comptime!(STAGES as u32) % 2
 }
 
-/// What shared memory has of a step.
+/// A stage in shared memory.
 #[derive(CubeType, Clone, Copy)]
 struct Stage {
-    /// The lower word of the descriptor of its columns.
+    /// Lower word of the descriptor of its columns.
     columns: u32,
-    /// What the unit's two columns of the first eight have in `of_rows`.
+    /// Address of the `of_rows` entries of the unit's two columns of the first group of eight.
     pair: u32,
 }
 
@@ -230,7 +232,8 @@ fn stage_of(base: u32, step: u32, #[comptime] t: ByteSums) -> Stage {
     }
 }
 
-/// Adds up what a half of a step gives: the totals of its only query, or of half of its heads, or else it writes the sums of all of its queries. Those of the step begin at `row`.
+/// Sums the heads of a half of a step. Returns the totals of its only query, or of half of the query's heads; with several queries it writes their sums. The
+/// step's queries start at `row`.
 #[cube]
 fn add_half<N: Size>(
     products: &Vector<f32, N>,
@@ -246,7 +249,7 @@ fn add_half<N: Size>(
     let pair = stage.pair + comptime!((half * HALF * 4) as u32);
     let queries = comptime!(t.of.queries() / 2);
     if comptime!(queries <= 1) {
-        // Also of a half of the heads.
+        // A half may hold only half of the heads.
         totals_of::<N>(products, pair, 0usize, ending, comptime!(t.of_half()))
     } else {
         #[unroll]
@@ -261,7 +264,7 @@ fn add_half<N: Size>(
     }
 }
 
-/// Asks for the columns of a step, once all warps are through with what was there.
+/// Loads the columns of a step, after all warps have released its stage.
 #[cube]
 fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
     let step = work.before + at as u32;
@@ -288,7 +291,7 @@ fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
     );
 }
 
-/// Makes the sums.
+/// Launches the sums.
 pub(crate) fn launch_bytes(
     client: &Client,
     sizes: &PairSizes,
@@ -307,14 +310,14 @@ pub(crate) fn launch_bytes(
     let boxes = TiledArgs {
         tile_size: [COLUMNS, WORDS].into(),
     };
-    // SAFETY: there are so many rows of bytes.
+    // SAFETY: the buffer of bytes has `rows` rows.
     let map = unsafe { TensorArg::from_raw_parts(bytes, [WORDS, 1].into(), [rows, WORDS].into()) };
     let map = TensorMapArg::new(boxes, map, ElemType::UInt(UIntKind::U32))
         .with_swizzle(TensorMapSwizzle::B128);
     let [q, k] = sizes.inputs();
     let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * steps))?;
-    // SAFETY: TMA copies rows of queries that there are, zeros behind them, and numbers of rows of which there are as many behind the last as a step has; a unit
-    // reads keys that there are, and writes its own numbers of rows and columns that there are. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: TMA copies existing rows of queries, zeros after them, and scales of rows, whose buffer is padded by the rows of a step; a unit reads existing
+    // keys, and writes its own entries of existing rows and columns. The buffers have the lengths that `buffer` gets.
     unsafe {
         sum_bytes::launch_unchecked(
             client,
@@ -336,13 +339,13 @@ pub(crate) fn launch_bytes(
     Ok(())
 }
 
-/// Depth of one wgmma of bytes.
+/// Depth of one fp8 wgmma.
 const BYTE_DEPTH: usize = 32;
 
-/// The upper word of descriptors of rows of 128 bytes, swizzled as wide. It is a constant, so that steps of a product add to the lower word alone.
+/// Upper word of descriptors of rows of 128 bytes with the 128-byte swizzle. It is a constant, so steps of a matmul only add to the lower word.
 const SWIZZLED: u32 = (1 << 30) | 64;
 
-/// `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
+/// Returns the PTX of `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
 fn product_text(cols: usize, depth: usize) -> String {
     let (out, words) = (registers(0, cols / 2), cols / 2);
     let mut text = format!(
@@ -360,8 +363,8 @@ fn product_text(cols: usize, depth: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; }"
 }
 
-/// Starts `a · bᵀ` `[64, 2 · S]` of rows of four times as many bytes as `a` has words. The result is there after a
-/// [`wait`](blocksparse_cubecl::arch::sm90::wait).
+/// Starts `a · bᵀ` `[64, 2 · S]`, whose rows have four times as many bytes as `a` has words. [`wait`](blocksparse_cubecl::arch::sm90::wait) must run before the
+/// result is read.
 #[cube]
 pub(crate) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u32) -> Vector<f32, S> {
     let out: Vector<f32, S>;
@@ -375,13 +378,13 @@ pub(crate) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u32) -> Vecto
     out
 }
 
-/// The lower word of the descriptor of a right operand in rows of 128 bytes.
+/// Returns the lower word of the descriptor of a right operand in rows of 128 bytes.
 #[cube]
 pub(crate) fn swizzled(address: u32) -> u32 {
     address >> 4u32 | comptime!(1u32 << 16)
 }
 
-/// Copies bytes of memory, a multiple of 16, to shared memory.
+/// Copies bytes from global to shared memory, a multiple of 16.
 #[cube]
 pub(crate) fn bulk_load(target: u32, source: u64, bar: u32, #[comptime] bytes: usize) {
     gpu_asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{t}], [{s}], {n}, [{b}];",

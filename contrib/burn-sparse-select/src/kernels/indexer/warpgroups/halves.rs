@@ -1,4 +1,4 @@
-//! Sums of bf16 and f16. Keys of a cube are in shared memory; all warps copy columns, two steps ahead.
+//! Sums of bf16 and f16. A cube's keys are in shared memory; all warps copy columns, two steps ahead.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -16,20 +16,20 @@ use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copies_are_there, copy_
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::prelude::*;
 
-/// Steps that there is room for: one is multiplied and two are on their way, while some warps may still have the one before.
+/// Number of stages: one is multiplied and two are copied, while some warps may still read the one before.
 const STAGES: usize = 4;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct GroupSums {
     half: Half,
     of: HeadSums,
-    /// Keys behind a query's position count.
+    /// True to include keys after a query's position.
     all: bool,
 }
 
 impl GroupSums {
-    /// How warpgroups make the sums that `tile` makes, if they do.
+    /// Returns the parameters of the sums of `tile`, if warpgroups serve them.
     pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
         let found = Self {
             half: tile.half(),
@@ -46,12 +46,12 @@ impl GroupSums {
         WARPGROUPS * KEY_SPAN.bytes()
     }
 
-    /// What each column of a step has in `of_rows`.
+    /// Returns the offset of the `of_rows` entries of the stages' columns.
     fn of_rows(&self) -> usize {
         self.ring_offset() + STAGES * COLUMN_SPAN.bytes()
     }
 
-    /// A barrier for each step.
+    /// Returns the offset of the barriers, one per stage.
     fn full(&self) -> usize {
         self.of_rows() + STAGES * COLUMNS * 4
     }
@@ -61,7 +61,7 @@ impl GroupSums {
     }
 }
 
-/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says. `q` and `k` are in words.
+/// Computes [`pair_sums`](crate::kernels::indexer::pair_sums). `q` and `k` are words.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sums<N: Size>(
     q: &[u32],
@@ -100,7 +100,7 @@ fn sums<N: Size>(
             warp,
             lane,
         };
-        // Nobody reads keys or queries of the work before.
+        // After this no warp reads keys or queries of the previous work.
         sync_cube();
         mainloop::<N>(global_address::<u32>(k), out, &work, &s, &ending, t);
         before += steps as u32;
@@ -108,7 +108,7 @@ fn sums<N: Size>(
     }
 }
 
-/// Makes the sums of a run.
+/// Computes the sums of a run.
 #[cube]
 fn mainloop<N: Size>(
     keys: u64,
@@ -134,7 +134,7 @@ fn mainloop<N: Size>(
         copy_row(own_keys, row, keys, place, stride, lane, own_span);
     }
     copy_queries(0usize, work, s, t);
-    // A warp's keys are read by all of its group, behind the barrier of the first step.
+    // All warps of a group read each warp's keys, after the barrier of the first step.
     let stage0 = work.before % comptime!(STAGES as u32);
     copies_are_there(full + stage0 * 8, lane);
     if work.run.steps > 1 {
@@ -143,7 +143,7 @@ fn mainloop<N: Size>(
 
     let k_desc = descriptor(own_keys, 16usize);
     let q_desc = descriptor(base + comptime!(t.ring_offset() as u32), 16usize);
-    // The unit's two columns of each eight.
+    // The unit's two columns of each group of eight.
     let pair = base + comptime!(t.of_rows() as u32) + lane % 4 * 8;
     let warp_column = group_column + (warp % 4 * 16) as usize;
     for at in 0..work.run.steps {
@@ -192,7 +192,7 @@ fn mainloop<N: Size>(
     }
 }
 
-/// Starts to copy the rows of a step, with what each has in `of_rows`.
+/// Starts to copy the rows of a step with their `of_rows` entries.
 #[cube]
 fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
     let of_columns = comptime!(COLUMN_SPAN);
@@ -220,14 +220,14 @@ fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
         if place != comptime!(NOWHERE) {
             copy_word(target, work.of_rows + u64::cast_from(place) * 4);
         } else {
-            // A weight of 0; or a sum of exponentials beside which all are 0.
+            // A weight of 0, or an lse of +∞, which makes all exponentials 0.
             let none = comptime!(if t.of.is_weights { f32::INFINITY } else { 0.0 });
             shared_store(target, comptime!(none.to_bits()).runtime());
         }
     }
 }
 
-/// The row in memory of a column of a step, or [`NOWHERE`].
+/// Returns the row in memory of a step's column, or [`NOWHERE`].
 #[cube]
 fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: GroupSums) -> u32 {
     let head = column as usize % comptime!(t.of.heads);
@@ -236,7 +236,7 @@ fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: Gr
     select(row < s.rows, place, comptime!(NOWHERE).runtime())
 }
 
-/// Makes the sums.
+/// Launches the sums.
 pub(crate) fn launch(
     client: &Client,
     sizes: &PairSizes,
@@ -252,8 +252,8 @@ pub(crate) fn launch(
     let [q, k] = sizes.inputs();
     let address = address_of(client, q.max(k).max(sizes.elements()).max(2 * steps))?;
     let cubes = spread(client, cubes as u64)?;
-    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers of rows and columns that there are. The buffers have
-    // the lengths they say (see `buffer`).
+    // SAFETY: a unit copies pieces of existing rows of queries and keys, and writes its own entries of existing rows and columns. The buffers have the lengths
+    // that `buffer` gets.
     unsafe {
         sums::launch_unchecked(
             client,

@@ -1,4 +1,4 @@
-//! What the heads of a query give a key, added up.
+//! Sums over the heads of a query for each key.
 
 use cubecl::prelude::*;
 
@@ -7,22 +7,22 @@ use crate::kernels::indexer::warpgroups::{COLUMNS, EIGHT};
 use blocksparse_cubecl::arch::ptx::shuffle_xor;
 use blocksparse_cubecl::arch::sm80::shared_load_pair;
 
-/// What is known of the sums when they are compiled.
+/// Compile-time parameters of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct HeadSums {
-    /// Heads of a query.
+    /// Number of heads of a query.
     pub heads: usize,
     pub is_weights: bool,
 }
 
 impl HeadSums {
-    /// Queries of a step.
+    /// Returns the number of queries of a step.
     pub fn queries(&self) -> usize {
         COLUMNS / self.heads
     }
 }
 
-/// What a query gives the unit's two keys.
+/// Partial sums of a query for the unit's two keys.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Totals {
     low: f32,
@@ -31,7 +31,7 @@ pub(crate) struct Totals {
 
 #[cube]
 impl Totals {
-    /// With those of other heads.
+    /// Returns the sum with totals of other heads.
     pub fn with(&self, other: &Totals) -> Totals {
         Totals {
             low: self.low + other.low,
@@ -40,32 +40,32 @@ impl Totals {
     }
 }
 
-/// Where numbers are written, and for whom.
+/// The keys of a warp, and the destination of their sums.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Keys {
     pub entry: usize,
-    /// The warp's first key.
+    /// First key of the warp.
     pub first: usize,
     pub lane: u32,
-    /// What the sums of the key are multiplied by that the lane writes.
+    /// Factor of the sums of the key that the lane writes.
     pub scale: f32,
 }
 
 #[cube]
 impl Keys {
-    /// The key that the lane writes the sums of: each of the four that share sums writes others.
+    /// Returns the key whose sums the lane writes. Each of the four lanes that share sums writes different ones.
     pub fn own(&self) -> usize {
         own_key(self.first, self.lane)
     }
 }
 
-/// As [`Keys::own`].
+/// See [`Keys::own`].
 #[cube]
 pub(crate) fn own_key(first: usize, lane: u32) -> usize {
     first + (lane / 4 + lane % 2 * 8) as usize
 }
 
-/// Adds up what the unit's columns of a query of a step give. What they have in `of_rows` is at `pair`, that of the first column.
+/// Sums the unit's columns of a query of a step. `pair` is the address of the `of_rows` entry of its first column.
 #[cube]
 pub(crate) fn totals_of<N: Size>(
     products: &Vector<f32, N>,
@@ -75,7 +75,7 @@ pub(crate) fn totals_of<N: Size>(
     #[comptime] of: HeadSums,
 ) -> Totals {
     let eights = comptime!(of.heads / EIGHT);
-    // Of either column sums of their own, so that fewer wait for each other.
+    // Separate sums per column shorten dependency chains.
     let mut low = Array::<f32>::new(2usize);
     let mut high = Array::<f32>::new(2usize);
     #[unroll]
@@ -106,7 +106,7 @@ pub(crate) fn totals_of<N: Size>(
     }
 }
 
-/// No query's.
+/// Totals of no query.
 #[cube]
 pub(crate) fn no_totals() -> Totals {
     Totals {
@@ -115,12 +115,12 @@ pub(crate) fn no_totals() -> Totals {
     }
 }
 
-/// The sum of a query and a key: of the four lanes that have parts of those of two queries and two keys each gets one.
+/// Returns the sum of one query and key per lane: four lanes hold parts of the sums of two queries and two keys, and each gets one total.
 #[cube]
 pub(crate) fn traded(first: Totals, second: Totals, lane: u32) -> f32 {
     let is_second = lane % 4 >= 2;
     let is_high = lane % 2 == 1;
-    // A lane keeps the sums of its own query, and gives those of the other away.
+    // A lane keeps its own query's sums, and sends those of the other.
     let mut low = select(is_second, second.low, first.low);
     let mut high = select(is_second, second.high, first.high);
     low += shuffle_xor(select(is_second, first.low, second.low), 2u32);
@@ -130,7 +130,7 @@ pub(crate) fn traded(first: Totals, second: Totals, lane: u32) -> f32 {
     sum
 }
 
-/// Writes the sums of two queries, from `row` on, or of one: of the four lanes that have parts of them each those of a query and a key.
+/// Writes the sums of two queries from `row` on, or of one. Each of the four lanes that hold their parts writes those of one query and key.
 #[cube]
 pub(crate) fn write_two(
     first: Totals,

@@ -1,4 +1,4 @@
-//! The steps of a launch.
+//! Order of the steps of a launch.
 
 use cubecl::prelude::*;
 
@@ -6,18 +6,17 @@ use crate::kernels::indexer::pairs::{PairSizes, Sizes};
 use crate::kernels::indexer::warpgroups::TILE_KEYS;
 use blocksparse_cubecl::arch::ptx::uniform;
 
-/// The steps of a batch entry: those of the first keys first, and of the same keys in the order of their queries. Queries before the first that sees a key of a
-/// tile are left out.
+/// Order of the steps of a batch entry: by tiles of keys, and within a tile by queries. Queries before the first that sees a key of a tile are left out.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct StepOrder {
-    /// Steps of a batch entry, and of a cube.
+    /// Number of steps of a batch entry, and of a cube.
     pub steps: usize,
     pub share: usize,
     tiles: usize,
-    /// Tiles that all queries see, and the steps of each.
+    /// Number of tiles that all queries see, and steps of each.
     whole: usize,
     most: usize,
-    /// The steps that a tile behind them would have, were it the first.
+    /// Number of steps that a later tile would have if it were tile 0, by extrapolation.
     from: usize,
 }
 
@@ -28,15 +27,15 @@ pub(crate) struct Order {
     whole: usize,
     most: usize,
     from: usize,
-    /// By how many steps a tile that not all queries see has fewer than the one before.
+    /// Difference in steps from one tile to the next, for tiles that not all queries see.
     fewer: usize,
 }
 
 impl Order {
-    /// Of steps of so many queries; `all` says whether queries see all keys, or those up to their positions.
+    /// Creates the order for steps of `queries` queries; `all` is true if queries see all keys, and false if those up to their positions.
     pub fn new(sizes: &PairSizes, queries: usize, all: bool) -> Self {
         let [start, rows] = sizes.rows;
-        // Queries that see all keys may be more than these.
+        // With `all` there may be more queries than keys.
         let position = (start + sizes.seq[1]).saturating_sub(sizes.seq[0]);
         let tiles = sizes.columns().div_ceil(TILE_KEYS);
         let (tiles, whole) = match all {
@@ -55,19 +54,19 @@ impl Order {
         }
     }
 
-    /// Steps of tiles before one.
+    /// Returns the number of steps of tiles before `tile`.
     fn before(&self, tile: usize) -> usize {
         let whole = tile.min(self.whole);
         let numbers = (tile * tile.saturating_sub(1)) - (whole * whole.saturating_sub(1));
         whole * self.most + (tile - whole) * self.from - self.fewer * (numbers / 2)
     }
 
-    /// Steps of a batch entry.
+    /// Returns the number of steps of a batch entry.
     pub fn steps(&self) -> usize {
         self.before(self.tiles)
     }
 
-    /// For cubes of so many steps.
+    /// Returns launch arguments for cubes of `share` steps.
     pub fn launch(&self, share: usize) -> StepOrderLaunch {
         let steps = self.steps();
         StepOrderLaunch::new(steps, share, self.tiles, self.whole, self.most, self.from)
@@ -76,15 +75,15 @@ impl Order {
 
 #[cube]
 impl StepOrder {
-    /// As [`Order::before`].
+    /// See [`Order::before`].
     fn before(&self, tile: usize, #[comptime] fewer: usize) -> usize {
         let whole = tile.min(self.whole);
-        // Of tiles before the first there are none.
+        // Avoids underflow for tile 0.
         let below = tile * (max(tile, 1) - 1) - whole * (max(whole, 1) - 1);
         whole * self.most + (tile - whole) * self.from - below / 2 * fewer
     }
 
-    /// The tile of a step of a batch entry.
+    /// Returns the tile of a step of a batch entry.
     fn tile(&self, step: usize, #[comptime] fewer: usize) -> usize {
         let mut low = 0usize.runtime();
         let mut high = self.tiles;
@@ -100,33 +99,33 @@ impl StepOrder {
     }
 }
 
-/// Steps of the same keys.
+/// Consecutive steps over the same keys.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Run {
     pub entry: usize,
-    /// The first key.
+    /// First key.
     pub column0: usize,
-    /// The first query.
+    /// First query.
     pub first: usize,
     pub steps: usize,
 }
 
-/// What a cube works on.
+/// Work of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub(crate) struct Work {
     pub run: Run,
-    /// Steps that the cube had before.
+    /// Number of earlier steps of the cube.
     pub before: u32,
-    /// Where queries are, an address or a map, and the address of what they have in `of_rows`.
+    /// Location of the queries, an address or a tensor map, and address of their `of_rows` entries.
     pub q: u64,
     pub of_rows: u64,
-    /// Shared memory.
+    /// Address of shared memory.
     pub base: u32,
     pub warp: u32,
     pub lane: u32,
 }
 
-/// Whether a query of the step whose first is `row` sees a key from `column` on: the same for all of a warp.
+/// Returns whether a query of the step that starts at `row` sees a key from `column` on, uniformly for a warp.
 #[cube]
 pub(crate) fn is_seen(
     column: usize,
@@ -137,14 +136,14 @@ pub(crate) fn is_seen(
 ) -> bool {
     let mut is_seen = 1u32.runtime();
     if comptime!(!all) {
-        // The last query's position is the highest.
+        // The last query has the highest position.
         let last = s.position(row + comptime!(queries - 1));
         is_seen = uniform(select(column <= last, 1u32, 0u32));
     }
     is_seen != 0u32
 }
 
-/// The steps of a launch from `next` on that have the same keys, before `last`. A step has so many queries; `all` is as in [`Order::new`].
+/// Returns the steps of a launch from `next` on and before `last` that have the same keys. A step has `queries` queries; `all` is as in [`Order::new`].
 #[cube]
 pub(crate) fn run_from(
     next: usize,

@@ -1,26 +1,26 @@
-//! Attention by blocks: a cube has the keys and values of a block in shared memory, and the queries that chose it come by, the heads of as many as fill 64 rows
-//! a step of a warpgroup. A block is read once for very many queries, where a query's mainloop reads it for each: what counts are rows of q, and of the parts of the output
-//! that each choice leaves, which [`merge`](crate::kernels::listed::merge) adds up.
+//! Attention by blocks. A cube has the keys and values of a block in shared memory, and the queries that selected it are streamed, with as many heads of
+//! queries as fill the 64 rows of a warpgroup's step. A block is read once for very many queries, where a query's mainloop reads it for each. The memory
+//! traffic is then rows of q, and the output part of each selection, which [`merge`](crate::kernels::listed::merge) merges.
 //!
 //! ```text
 //! cube, for tiles of places of the same block, one after the other:
-//!     K and V of the block                                      cp.async, by all warps
-//!     every warpgroup, per third step of 64 rows:
-//!         wait until all warps' copies of q are there           mbarrier
+//!     copy K and V of the block                                 cp.async, by all warps
+//!     every warpgroup, for every third step of 64 rows:
+//!         wait until all warps' copies of q are complete        mbarrier
 //!         start s = q · Kᵀ                                      wgmma
-//!         start this warp's rows of q of the next step          cp.async
+//!         start to copy this warp's rows of q of the next step  cp.async
 //!         p = exp2(s − m)    l = Σ p                            registers
 //!         o = p · V                                             wgmma, p in registers
 //!         write o / l and m + log l                             in the order of places
 //! ```
 //!
-//! The gradient with respect to queries is the same loop, with rows of dO beside those of q: `dp = dO · Vᵀ`, `ds = exp2(s − lse) ∘ (dp − delta)` and a part
-//! `ds · K` of each choice.
+//! The gradient with respect to queries is the same loop, with rows of dO next to those of q: `dp = dO · Vᵀ`, `ds = exp2(s − lse) ∘ (dp − delta)` and a part
+//! `ds · K` per selection.
 //!
-//! Warpgroups share nothing but keys and values, so one makes weights or writes while another multiplies. What q is copied over was read the step before, by
-//! everybody: who waits for a step knows that all warps of the warpgroup are behind the weights of the one before.
+//! Warpgroups share only keys and values, so one computes weights or writes while another multiplies. A stage of q is overwritten one step after its last read:
+//! a warp that passes a step's barrier knows that all warps of the warpgroup have finished the weights of the step before.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from runtime ones; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
@@ -40,32 +40,31 @@ use crate::kernels::listed::views::{Input, first_row};
 use crate::kernels::listed::warpgroups::mainloop::{by_scores, weights};
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
 
-/// Steps of q of a warpgroup: one is multiplied, the next is on its way.
+/// Number of q stages of a warpgroup: one is multiplied while the next is copied.
 const STAGES: usize = 2;
 
-/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+/// Compile-time shape of the kernel, part of the key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockTile {
-    /// The type of the tensors.
     pub half: Half,
     /// Width of queries and keys, a multiple of 64.
     pub head_dim: usize,
     /// Width of values, a multiple of 64.
     pub value_dim: usize,
-    /// Heads that share a list, of which 64 is a multiple.
+    /// Number of heads that share a list, a divisor of 64.
     pub heads: usize,
-    /// Keys of a block: 64 or 128.
+    /// Number of keys of a block: 64 or 128.
     pub block: usize,
-    /// Places of a tile.
+    /// Number of places of a tile.
     pub tile: usize,
-    /// Whether rows of the output's gradient lie behind those of queries.
+    /// True if rows of the output's gradient follow those of queries.
     pub backward: bool,
-    /// Whether rows of keys or values are more than 4 GB apart.
+    /// True if rows of keys or values are more than 4 GB apart.
     pub far_rows: bool,
 }
 
 impl BlockTile {
-    /// Warpgroups of a cube: of the backward pass as many as have registers for two products of scores.
+    /// Returns the number of warpgroups of a cube. In the backward pass registers for two matmuls of scores limit it to 2.
     fn warpgroups(&self) -> usize {
         if self.backward { 2 } else { 3 }
     }
@@ -78,7 +77,7 @@ impl BlockTile {
         32 * self.warps()
     }
 
-    /// The width of what is written.
+    /// Returns the width of the output.
     pub fn out_dim(&self) -> usize {
         match self.backward {
             true => self.head_dim,
@@ -86,7 +85,7 @@ impl BlockTile {
         }
     }
 
-    /// Places of a step, and steps of a tile.
+    /// Returns the number of places of a step.
     fn step_places(&self) -> usize {
         GROUP_ROWS / self.heads
     }
@@ -110,12 +109,12 @@ impl BlockTile {
         }
     }
 
-    /// The rows of a step,
+    /// Returns the layout of the rows of a step.
     fn rows(&self) -> Spans {
         Spans::far(GROUP_ROWS, self.head_dim)
     }
 
-    /// and behind them those of width value_dim, which only the backward pass has.
+    /// Returns the layout of the rows of width value_dim after them, which only the backward pass has.
     fn second(&self) -> Spans {
         Spans::far(GROUP_ROWS, self.value_dim)
     }
@@ -132,7 +131,7 @@ impl BlockTile {
         self.keys().bytes()
     }
 
-    /// The steps of the first warpgroup, those of the second, and so on.
+    /// Returns the offset of the first warpgroup's stages; those of the others follow.
     fn ring_offset(&self) -> usize {
         self.values_offset() + self.values().bytes()
     }
@@ -141,36 +140,37 @@ impl BlockTile {
         STAGES * self.step_bytes()
     }
 
-    /// A barrier for each.
+    /// Returns the offset of the barriers, one per stage.
     fn full(&self) -> usize {
         self.ring_offset() + self.warpgroups() * self.group_bytes()
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.full() + self.warpgroups() * STAGES * 8
     }
 
-    /// Registers of sums of outputs.
+    /// Returns the number of registers of output sums.
     pub fn sums(&self) -> usize {
         WarpgroupTile::sums(self.out_dim())
     }
 }
 
-/// The places that a cube goes through.
+/// Places that a cube processes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Places {
-    /// The first list of the launch, of those of all batch entries and heads of keys, and heads of keys.
+    /// First list of the launch over all batch entries and KV heads, and number of KV heads.
     pub first_list: u32,
     pub kv_heads: u32,
-    /// Tiles of a list, and of a cube.
+    /// Number of tiles of a list, and of a cube.
     pub tiles: u32,
     pub run: u32,
 }
 
-/// `queries` `[lists, tiles · tile]`: the query at each place, and `tile_blocks` `[lists, tiles]`: the block of each tile; negative for none, and tiles of none
-/// last. Of each place and head a part of the output into `parts` `[lists of the launch, tiles · tile, heads, value_dim]`, and its lse into `logs`: of places of no
-/// query anything or nothing. Backward `logs` has lse and delta of each row instead, and parts are those of dQ, of width head_dim.
+/// Attends from the queries of each tile to the tile's block. `queries` `[lists, tiles · tile]` holds the query at each place, and `tile_blocks`
+/// `[lists, tiles]` the block of each tile; both are negative for empty entries, and unused tiles come last. Writes for each place and head a part of the
+/// output to `parts` `[lists of the launch, tiles · tile, heads, value_dim]`, and its lse to `logs`; entries of empty places are unspecified. In the backward
+/// pass `logs` holds lse and delta of each row instead, and parts are those of dQ, of width head_dim.
 #[cube(launch_unchecked)]
 pub fn by_block<S: Size, P: Size, O: Size>(
     q: Input,
@@ -233,7 +233,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
 
     let last = min(CUBE_POS_X * places.run + places.run, places.tiles);
     let mut tile = CUBE_POS_X * places.run;
-    // Steps that the warpgroup had before.
+    // Number of earlier steps of the warpgroup.
     let mut number = 0u32.runtime();
     while tile < last {
         let block = tile_blocks[(of_list + tile) as usize];
@@ -248,7 +248,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                     is_same = end < last;
                 }
             }
-            // Nobody reads the block before.
+            // After this no warp reads the previous block.
             sync_cube();
             let first_key = block as u32 * comptime!(t.block as u32);
             let mut four = warp;
@@ -287,7 +287,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                     k_desc,
                     comptime!(of_rows.product(of_keys, t.half, t.head_dim)),
                 );
-                // Registers of a product under way must not be copied, so nothing is assigned here.
+                // Registers of a wgmma in flight must not be copied, so this is an expression instead of an assignment.
                 let dp_started = if comptime!(t.backward) {
                     product::<S>(
                         out_desc + within,
@@ -360,26 +360,26 @@ pub fn by_block<S: Size, P: Size, O: Size>(
     }
 }
 
-/// What a warp knows to copy its rows of a step.
+/// Addresses and strides by which a warp copies its rows of a step.
 #[derive(CubeType, Clone, Copy)]
 struct Step {
-    /// The address of the first query and head of the list.
+    /// Address of the row of the first query and head of the list.
     rows: u64,
-    /// From a head to the next, and from a query to the next, in pieces of 16 bytes.
+    /// Pieces of 16 bytes from one head to the next, and from one query to the next.
     head: u64,
     query: u64,
-    /// The same of the output's gradient.
+    /// The same for the output's gradient.
     grads: u64,
     grad_head: u64,
     grad_query: u64,
-    /// Where the warpgroup's steps are.
+    /// Address of the warpgroup's stages.
     ring: u32,
-    /// Of the warpgroup's.
+    /// Index of the warp in the warpgroup.
     warp: u32,
     lane: u32,
 }
 
-/// The queries of the rows that the lane copies of a step, or [`NOWHERE`].
+/// Reads the queries of the rows that the lane copies of a step, or [`NOWHERE`].
 #[cube]
 fn read_names(
     queries: &[i32],
@@ -426,7 +426,7 @@ fn copy_step(names: &Array<u32>, number: u32, own: &Step, #[comptime] t: BlockTi
     }
 }
 
-/// What the backward pass knows of the unit's two rows of a step.
+/// lse and delta of the unit's two rows of a step, for the backward pass.
 #[derive(CubeType, Clone, Copy)]
 struct RowPair {
     lse0: f32,
@@ -435,7 +435,7 @@ struct RowPair {
     delta1: f32,
 }
 
-/// Those of rows of no query make nothing.
+/// Reads them. Rows of empty places get values that contribute nothing.
 #[cube]
 fn known_of(
     stats: &[f32],
@@ -473,7 +473,7 @@ fn known_of(
     }
 }
 
-/// Gives keys behind the last one no weight.
+/// Masks keys after the last one.
 #[cube]
 fn hide_behind<S: Size>(
     s_in: Vector<f32, S>,

@@ -1,4 +1,4 @@
-//! Which mainloops of a call are on wgmma.
+//! Choice of the mainloops of a call that run on wgmma.
 
 use cubecl::prelude::*;
 
@@ -11,18 +11,18 @@ use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
-/// The mainloops of a call that are on wgmma.
+/// Mainloops of a call on wgmma.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Warpgroups {
-    /// Forward.
+    /// Forward pass.
     pub forward: Option<WarpgroupTile>,
-    /// For dQ.
+    /// dQ.
     pub queries: Option<WarpgroupTile>,
-    /// For records of dK and dV.
+    /// Records of dK and dV.
     pub spread: Option<SpreadGroups>,
 }
 
-/// Warpgroups that the heads of a list fill, to three quarters at least, where rows are as wgmma reads them.
+/// Returns the number of warpgroups that the heads of a list fill to at least three quarters, if wgmma supports the row widths.
 pub fn filled(request: &ListedRequest) -> Option<usize> {
     let rows = request.rows();
     let count = rows.div_ceil(GROUP_ROWS);
@@ -31,11 +31,12 @@ pub fn filled(request: &ListedRequest) -> Option<usize> {
     (is_filled && is_wide(request.head_dim) && is_wide(request.value_dim)).then_some(count)
 }
 
-/// Queries whose heads fill two warpgroups, to three quarters at least, where those of one fill none: neighbours that share a list.
+/// Returns the number of adjacent queries that share a list, so that their heads fill two warpgroups to at least three quarters. `None` if the heads of one
+/// query fill one already.
 pub fn neighbours(request: &ListedRequest) -> Option<usize> {
     let rows = request.rows();
     let is_filled_alone = filled(request).is_some();
-    // Eight rows from a multiple of eight on are of one query, and a word has a bit for each query.
+    // Aligned groups of eight rows must belong to one query, and a word has a bit for each query.
     if is_filled_alone || rows == 0 || !rows.is_multiple_of(8) {
         return None;
     }
@@ -44,7 +45,7 @@ pub fn neighbours(request: &ListedRequest) -> Option<usize> {
     (is_some && filled(&of_together(request, together)).is_some()).then_some(together)
 }
 
-/// A call whose queries have the rows of so many.
+/// Returns the request with the rows of `queries` queries per list.
 fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
     ListedRequest {
         heads: request.heads * queries,
@@ -53,7 +54,7 @@ fn of_together(request: &ListedRequest, queries: usize) -> ListedRequest {
 }
 
 impl Warpgroups {
-    /// Of a call in which so many neighbouring queries share a list. `BLOCKSPARSE_TIER=mma` leaves them out.
+    /// Chooses the mainloops for `queries` adjacent queries that share a list. `BLOCKSPARSE_TIER=mma` disables them.
     pub fn new(
         properties: &DeviceProperties,
         request: &ListedRequest,
@@ -80,7 +81,7 @@ impl Warpgroups {
             backward,
             far_rows: false,
         };
-        // The most keys a step that there is room for, of which two cubes of 64 rows share a multiprocessor.
+        // As many keys per step as fit; two cubes of 64 rows share a multiprocessor.
         let cubes = 2 / warpgroups;
         let share = (room + RESERVED) / cubes - RESERVED;
         let widest = |backward: bool, cols: [usize; 2]| {
@@ -88,7 +89,7 @@ impl Warpgroups {
             let fits = |room: usize| all.into_iter().find(|tile| tile.shared_bytes() <= room);
             fits(share).or_else(|| fits(room))
         };
-        // Each warpgroup has steps of its own; sums of more columns leave registers for two.
+        // Each warpgroup has its own stages; sums of more columns leave registers for only two.
         let spread = (1..=4 - warpgroups).rev().map(|count| SpreadGroups {
             inner: mainloop(true, KEYS),
             warpgroups: count,
@@ -102,7 +103,7 @@ impl Warpgroups {
     }
 }
 
-/// What a mainloop is, as plans print it.
+/// Describes a mainloop in a plan's text.
 pub fn mainloop_line(tile: &WarpgroupTile) -> String {
     format!(
         "{} keys a step on wgmma, {} units, {STAGES} stages in {} KiB shared",
@@ -112,7 +113,7 @@ pub fn mainloop_line(tile: &WarpgroupTile) -> String {
     )
 }
 
-/// The same of records.
+/// Describes the kernel of records in a plan's text.
 pub fn spread_line(tile: &SpreadGroups) -> String {
     format!(
         "{GROUP_ROWS} keys a step of a warpgroup on wgmma, a record of each pair, {} units in {} KiB shared",

@@ -1,22 +1,22 @@
-//! The mainloop of many heads over a list: a cube has one query, or neighbouring ones, with 64 of the heads that share the list to a warpgroup. The gradient by
-//! queries is the same mainloop, with rows of dO beside those of q.
+//! Mainloop of many heads over a list. A cube has one query, or a group of adjacent ones, with 64 of the heads that share the list per warpgroup. The gradient
+//! with respect to queries is the same mainloop, with rows of dO next to those of q.
 //!
 //! ```text
 //! every warpgroup, per step j of the list:
-//!     wait until all warps' copies of K(j), V(j) are there    mbarrier
-//!     start s = q · K(j)ᵀ                                     wgmma
-//!     start this warp's rows of K(j + 1), V(j + 1)            cp.async
-//!     p = exp2(s − m')                                        registers
-//!     start x = p · V(j)                                      wgmma, p in registers
-//!     say that this warp's copies of step j + 1 are there
+//!     wait until all warps' copies of K(j), V(j) are complete    mbarrier
+//!     start s = q · K(j)ᵀ                                        wgmma
+//!     start to copy this warp's rows of K(j + 1), V(j + 1)       cp.async
+//!     p = exp2(s − m')                                           registers
+//!     start x = p · V(j)                                         wgmma, p in registers
+//!     signal that this warp's copies of step j + 1 are complete
 //!     o = a · o + x
 //! dQ:
 //!     s = q · K(j)ᵀ    dp = dO · V(j)ᵀ    ds = exp2(s − lse) ∘ (dp − delta)    dq += ds · K(j)
 //! ```
 //!
-//! A warp says that its copies are there behind the softmax, so that they have that long to come, and a warpgroup may be as far ahead of the other as the rest
-//! of a step: while one makes weights, the other has the tensor cores. What a step is copied over was read two steps before, by everybody: who waits for step j
-//! knows that all warps are behind the softmax of step j − 1.
+//! A warp signals the arrival of its copies after the softmax, which leaves them that long to complete. A warpgroup may run ahead of the other by the rest of a
+//! step: while one computes weights, the other uses the tensor cores. A stage is overwritten two steps after its last read: a warp that passes the barrier of
+//! step j knows that all warps have finished the softmax of step j − 1.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -36,7 +36,7 @@ use blocksparse_cubecl::hopper::softmax::{add_scaled, softmax};
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
 
-/// As [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them, of `out` in eights of elements; a gradient is added to what is there.
+/// Arguments are as in [`mainloop`](crate::kernels::listed::mainloop::mainloop), with `out` in vectors of eight elements; a gradient is accumulated.
 #[cube(launch_unchecked)]
 pub fn mainloop<S: Size, P: Size, O: Size>(
     q: Input,
@@ -92,7 +92,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
     let lower = out_row(row + ROW_PAIR, seq_q, queries, t);
     let upper_at = (before + upper.position) as usize;
     let lower_at = (before + lower.position) as usize;
-    // Of each row: the largest score and the sum so far, or lse and delta.
+    // Softmax state of each row, maximum and sum, or lse and delta.
     let mut m0 = f32::new(LOWEST_MAX);
     let mut m1 = f32::new(LOWEST_MAX);
     let mut l0 = f32::new(0.0);
@@ -117,7 +117,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
     let v_depth = descriptor(values, comptime!(of_values.span_bytes()));
     let mut o = Vector::<f32, O>::zeroed();
     if comptime!(t.carry) {
-        // What is there is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+        // The existing output is a softmax state with maximum lse and sum 1; one of the four lanes of a row holds the sum.
         let first = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
         let log0 = of_rows[upper_at];
         if log0 > f32::new(LOWEST_MAX) {
@@ -143,7 +143,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
             k_desc + within,
             comptime!(own.product(of_keys, t.half, t.head_dim)),
         );
-        // Registers of a product under way must not be copied, so nothing is assigned here.
+        // Registers of a wgmma in flight must not be copied, so this is an expression instead of an assignment.
         let dp_started = if comptime!(t.backward) {
             product::<S>(
                 out_desc,
@@ -213,7 +213,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
     }
 }
 
-/// Weights of the unit's scores, of two rows.
+/// Converts the unit's scores of two rows to weights.
 #[cube]
 pub fn weights<S: Size>(
     s: Vector<f32, S>,
@@ -231,7 +231,7 @@ pub fn weights<S: Size>(
     p
 }
 
-/// Gradients with respect to scores, of those with respect to weights.
+/// Converts gradients with respect to weights to those with respect to scores.
 #[cube]
 pub fn by_scores<S: Size>(
     p: Vector<f32, S>,
@@ -253,7 +253,7 @@ pub fn by_scores<S: Size>(
     ds
 }
 
-/// Sums with one of the unit's two rows that is there, whose numbers begin at `offset` of every four.
+/// Loads one of the unit's two existing output rows into the sums, at `offset` of every four elements.
 #[cube]
 fn carried<O: Size>(
     out: &[Vector<u32, Four>],
@@ -267,7 +267,7 @@ fn carried<O: Size>(
     let source = at * comptime!(t.value_dim / 8) + (lane % 4) as usize;
     #[unroll]
     for i in 0..comptime!(t.value_dim / 32) {
-        // Four neighbours trade words of eight numbers for their own of four eights.
+        // Four adjacent units transpose words of eight elements to their own parts of four groups of eight.
         let words = trade_four(out[source + comptime!(4 * i)], lane);
         #[unroll]
         for j in 0..4usize {
@@ -280,7 +280,7 @@ fn carried<O: Size>(
     made
 }
 
-/// Where a row is in the output, from that of the first query and head on.
+/// Returns the offset of a row in the output, in rows from that of the first query and head.
 #[cube]
 fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> RowPosition {
     let rows = comptime!(t.cube_rows());
@@ -290,7 +290,7 @@ fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> 
     }
 }
 
-/// Adds one of the unit's two rows, whose numbers begin at `offset` of every four, to what is there.
+/// Accumulates one of the unit's two rows, at `offset` of every four elements, onto the gradient.
 #[cube]
 fn add_row<O: Size>(
     grad: &mut [Vector<u32, Four>],

@@ -1,13 +1,14 @@
-//! Mainloops over lists on wgmma, for many heads: one warpgroup of 64 rows or two are filled by the heads that share a list, or by its keys.
+//! Mainloops over lists on wgmma, for many heads. The heads that share a list fill one or two warpgroups of 64 rows, or its keys do.
 //!
-//! TMA gathers no single rows on these devices, so warps copy them by cp.async, to where TMA's 128-byte swizzle would have put them.
+//! TMA cannot gather single rows on these devices, so warps copy them by cp.async to the addresses that TMA's 128-byte swizzle would use.
 //!
 //! ```text
-//! choose    which of them a call has
-//! tile      the shape of a query's mainloop        steps     what it copies ahead
-//! mainloop  a cube a query, or a group of neighbours: their list
-//! block     a cube a block, and the queries that list it
-//! spread    a cube a query: a record of dK and dV for each pair
+//! choose    choice of the kernels of a call
+//! tile      shape of a query's mainloop
+//! steps     steps of a mainloop, and their copies
+//! mainloop  a cube has a query, or a group of adjacent queries, and iterates over its list
+//! block     a cube has a block and the queries that list it
+//! spread    a cube has a query and writes a record of dK and dV per pair
 //! ```
 
 pub mod block;

@@ -1,8 +1,8 @@
-//! The gradients by keys and values of lists of single keys, query by query, of many heads, or of neighbouring queries that share a list: what
-//! [`spread`](crate::kernels::listed::spread) makes, with 64 keys as the rows of a warpgroup. Neighbours give a key one record.
+//! Gradients with respect to keys and values for lists of single keys, of many heads, or of adjacent queries that share a list. Same records as
+//! [`spread`](crate::kernels::listed::spread), with 64 keys as the rows of a warpgroup. A group of adjacent queries writes one record per key.
 //!
-//! Warpgroups take the list's keys in turn, 64 at a time and each by itself: its four warps copy 16 of them each, and meet once a step. All share the queries'
-//! rows. Cubes that share a list take its steps in turn.
+//! Warpgroups take turns over the list's keys, 64 at a time, and run independently: the four warps of each copy 16 keys each, and synchronize once per step.
+//! All share the queries' rows. Cubes that share a list take turns over its steps.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -24,45 +24,46 @@ use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 
-/// Keys of a warpgroup's step, and of one of its warps.
+/// Number of keys of a warpgroup's step, and of one of its warps.
 pub const KEYS: usize = GROUP_ROWS;
 const WARP_KEYS: usize = KEYS / 4;
 
-/// Steps of a warpgroup that there is room for.
+/// Number of stages of a warpgroup.
 const STAGES: usize = 2;
 
-/// The comptime shape of the mainloop.
+/// Compile-time shape of the mainloop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpreadGroups {
-    /// Columns, the heads of queries, are its rows; a step is of [`KEYS`] keys, and rows of dO lie behind those of queries.
+    /// Layout of a step of [`KEYS`] keys, and of the queries. Its rows, the heads of queries, are columns here; rows of dO follow those of queries.
     pub inner: WarpgroupTile,
-    /// Warpgroups of a cube, each with steps of its own.
+    /// Number of warpgroups of a cube, each with its own stages.
     pub warpgroups: usize,
 }
 
 impl SpreadGroups {
-    /// Columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> usize {
         self.inner.rows()
     }
 
-    /// Units of a cube.
+    /// Returns the number of units of a cube.
     pub fn units(&self) -> usize {
         128 * self.warpgroups
     }
 
-    /// lse and delta of each head.
+    /// Returns the offset of lse and delta of each head.
     fn stats_offset(&self) -> usize {
         self.inner.ring_offset() + self.warpgroups * STAGES * self.inner.step_bytes()
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.stats_offset() + self.cols() * 8
     }
 }
 
-/// As [`spread`](crate::kernels::listed::spread::spread), of lists as [`mainloop`](crate::kernels::listed::warpgroups::mainloop::mainloop) has them; `parts` cubes share a list.
+/// Arguments are as in [`spread`](crate::kernels::listed::spread::spread), with lists as in
+/// [`mainloop`](crate::kernels::listed::warpgroups::mainloop::mainloop); `parts` cubes share a list.
 #[cube(launch_unchecked)]
 pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],
@@ -176,7 +177,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         #[unroll]
         for n in 0..comptime!(t.cols() / 8) {
             let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
-            // Eight columns from a multiple of eight on are of one query.
+            // Aligned groups of eight columns belong to one query.
             let bit = comptime!(1u32 << (8 * n / tile.heads));
             #[unroll]
             for i in 0..4usize {
@@ -230,7 +231,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     }
 }
 
-/// How far apart rows of a contiguous tensor are.
+/// Returns the strides of rows of a contiguous tensor.
 #[cube]
 fn contiguous(seq_q: u32, #[comptime] dim: usize) -> RowStrides {
     let query = comptime!(dim as u64 / 8).runtime();
@@ -240,7 +241,7 @@ fn contiguous(seq_q: u32, #[comptime] dim: usize) -> RowStrides {
     }
 }
 
-/// The lane's key of the warp's ones of step `j`; lanes beyond the keys repeat the first ones.
+/// Returns the lane's key of the warp in step `j`; lanes beyond the keys repeat the first ones.
 #[cube]
 fn listed_of(
     tensors: &ListTensors,
@@ -272,7 +273,7 @@ fn copy_step(
     );
 }
 
-/// Writes the unit's parts of rows of dK, or of dV behind them, to their records; `place` is that of the lane's key, or [`NOWHERE`].
+/// Writes the unit's parts of rows of dK, or of dV after them, to their records. `place` is the record of the lane's key, or [`NOWHERE`].
 #[cube]
 fn store<O: Size>(
     records: &mut [Vector<u32, Four>],
@@ -292,7 +293,7 @@ fn store<O: Size>(
             + (lane % 4) as usize;
         #[unroll]
         for m in 0..comptime!(dim / 32) {
-            // A unit has two of every eight numbers; four neighbours trade, and each has an eight.
+            // A unit has two of every eight elements; four adjacent units transpose, so that each has eight adjacent ones.
             let mut words = Vector::<u32, Four>::zeroed();
             #[unroll]
             for w in 0..4usize {

@@ -1,6 +1,6 @@
-//! The steps of a query's mainloop: their keys and values, copied a step ahead by all warps, and which of them exist.
+//! Steps of a query's mainloop: their keys and values, which all warps copy a step ahead, and masks of the existing ones.
 
-// What is known at compile time stays apart from what is not; kernels have no `div_ceil` and no `is_multiple_of`.
+// Compile-time conditions stay separate from runtime ones; kernels have no `div_ceil` and no `is_multiple_of`.
 #![allow(
     clippy::collapsible_if,
     clippy::manual_div_ceil,
@@ -28,22 +28,22 @@ use blocksparse_cubecl::shared::addressing::{Slice, batch_of, head_of};
 pub struct Listed {
     /// Its position, or [`NOWHERE`].
     pub position: u32,
-    /// Which of the cube's queries listed it, where these are several.
+    /// Bit mask of the cube's queries that listed it, if there are several.
     pub mask: u32,
 }
 
-/// What a cube begins with.
+/// Initial state of a cube.
 #[derive(CubeType, Clone, Copy)]
 pub struct Begun {
     pub mainloop: ListMainloop,
-    /// How many of its queries there are.
+    /// Number of its existing queries.
     pub queries: u32,
     pub steps: u32,
     /// The lane's key of the first step.
     pub key: Listed,
 }
 
-/// Makes the barriers of the steps of the cube's queries, and looks at their list.
+/// Initializes the barriers of the cube's stages, and looks up its list.
 #[cube]
 pub fn begin(
     base: u32,
@@ -83,7 +83,7 @@ pub fn begin(
     }
 }
 
-/// Makes the barriers of a cube's steps.
+/// Initializes the barriers of a cube's stages.
 #[cube]
 fn init_barriers(full: u32, #[comptime] t: WarpgroupTile) {
     if UNIT_POS_X == 0 {
@@ -95,7 +95,7 @@ fn init_barriers(full: u32, #[comptime] t: WarpgroupTile) {
     }
 }
 
-/// The step behind the one of a stage is in the next one.
+/// Returns the stage of the next step.
 #[cube]
 pub fn next_stage(stage: u32) -> u32 {
     let mut next = stage + 1;
@@ -105,7 +105,7 @@ pub fn next_stage(stage: u32) -> u32 {
     next
 }
 
-/// The steps of a list: of neighbours as many as its keys fill, and otherwise those up to the last that names a key.
+/// Returns the number of steps of a list: for groups as many as its entries fill, otherwise see [`filled_steps`].
 #[cube]
 pub fn steps_of(
     lists: &[i32],
@@ -122,7 +122,8 @@ pub fn steps_of(
     }
 }
 
-/// Steps of so many keys up to the last one that has a key. Lists of single keys have none behind the first number that names none.
+/// Returns the number of steps of `keys` keys up to the last one with a key. Lists of single keys have no entries after the first empty one. For lists of
+/// blocks all steps count.
 #[cube]
 fn filled_steps(
     lists: &[i32],
@@ -150,7 +151,7 @@ fn filled_steps(
     uniform(steps)
 }
 
-/// The lane's key of the warp's ones of step `j`.
+/// Returns the lane's key of the warp in step `j`.
 #[cube]
 pub fn listed(
     tensors: &ListTensors,
@@ -165,7 +166,7 @@ pub fn listed(
     listed_at(tensors, list, flat, comptime!(t.block as u32), t.queries)
 }
 
-/// The key of a place of a list, of blocks of so many keys, which so many queries share.
+/// Returns the key at an index of a list of blocks of `block` keys, which `queries` queries share.
 #[cube]
 pub fn listed_at(
     tensors: &ListTensors,
@@ -184,7 +185,7 @@ pub fn listed_at(
     Listed { position, mask }
 }
 
-/// Starts to copy the warp's keys and values of a step, of which its lanes have one each, and says which of them exist, for each query.
+/// Starts to copy the warp's keys and values of a step, one per lane, and stores a mask of the existing ones for each query.
 #[cube]
 pub fn copy_step(
     base: u32,
@@ -228,7 +229,7 @@ pub fn copy_step(
     );
 }
 
-/// Starts to copy so many of a step's keys and values, from `row` on, whose positions the lanes have in turn.
+/// Starts to copy `keys` of a step's keys and values from `row` on. Consecutive lanes hold their positions.
 #[cube]
 pub fn copy_keys(
     step: u32,
@@ -266,14 +267,14 @@ pub fn copy_keys(
     }
 }
 
-/// How far apart rows of heads and of queries are, in pieces of 16 bytes.
+/// Strides of rows of heads and of queries, in pieces of 16 bytes.
 #[derive(CubeType, Clone, Copy)]
 pub struct RowStrides {
     pub head: u64,
     pub query: u64,
 }
 
-/// Starts to copy the rows of a cube's queries, of which so many exist, dealt to so many warps.
+/// Starts to copy the rows of a cube's existing queries, distributed over `warps` warps.
 #[cube]
 pub fn copy_heads(
     matrix: u32,
@@ -299,7 +300,7 @@ pub fn copy_heads(
     }
 }
 
-/// Gives the unit's pairs of keys that its rows' queries did not list no weight. Eight rows from a multiple of eight on are of one query.
+/// Masks the unit's pairs whose query did not list the key. Aligned groups of eight rows belong to one query.
 #[cube]
 pub fn hide_missing<S: Size>(
     s_in: Vector<f32, S>,
@@ -313,7 +314,7 @@ pub fn hide_missing<S: Size>(
     let mut s = s_in;
     let words = base + comptime!(t.words()) + stage * comptime!(t.step_words() as u32);
     let rows = comptime!(t.cube_rows());
-    // Rows of a warp are of one query, or its upper and lower ones are each.
+    // All rows of a warp belong to one query, or its upper and its lower half do.
     let kinds = comptime!(if t.queries > 1 && t.heads % 16 != 0 {
         2
     } else {
@@ -338,7 +339,7 @@ pub fn hide_missing<S: Size>(
         }
     }
     if uniform(all) != comptime!(t.all()) {
-        // From the unit's first column on.
+        // Shifts the masks to the unit's first column.
         #[unroll]
         for word in 0..comptime!(kinds * t.warps()) {
             let own = there[word] >> (lane % 4 * 2);

@@ -1,45 +1,44 @@
-//! The shape of a mainloop on wgmma, and where its parts lie in shared memory.
+//! Shape of a mainloop on wgmma, and its shared memory layout.
 
 use crate::kernels::listed::tile::CubeRows;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::swizzled::Spans;
 
-/// Rows of a warpgroup's product.
+/// Number of rows of a warpgroup's matmul.
 pub const GROUP_ROWS: usize = 64;
 
-/// Steps that there is room for: of one keys and values are multiplied, the next is on its way, and a warpgroup may still read the one before.
+/// Number of stages: one is multiplied, the next is copied, and a warpgroup may still read the one before.
 pub const STAGES: usize = 3;
 
-/// Bytes behind the steps: a barrier for each,
+/// Bytes after the stages for their barriers.
 const BARRIERS: usize = 32;
 
-/// and which of its keys a query listed, a word of each warp.
+/// Bytes of the masks of the keys that a query listed, a word per warp.
 pub const QUERY_WORDS: usize = 32;
 
-/// The comptime shape of a mainloop of queries on wgmma: its key in the cache of compiled kernels.
+/// Compile-time shape of a mainloop of queries on wgmma, part of the key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WarpgroupTile {
-    /// The type of the tensors.
     pub half: Half,
     /// Width of queries and keys, a multiple of 64.
     pub head_dim: usize,
     /// Width of values, a multiple of 64.
     pub value_dim: usize,
-    /// Warpgroups, 64 rows each.
+    /// Number of warpgroups, with 64 rows each.
     pub warpgroups: usize,
-    /// Keys of a step.
+    /// Number of keys of a step.
     pub cols: usize,
-    /// Heads that share a list: rows, but for those that fill the last product, which repeat the last head's and are not written.
+    /// Number of heads that share a list, which are the rows. Padding rows repeat the last head and are not written.
     pub heads: usize,
-    /// Neighbouring queries that share a list: the rows of each follow those of the one before.
+    /// Number of adjacent queries that share a list: the rows of each follow those of the one before.
     pub queries: usize,
-    /// Neighbouring keys that a number of a list names.
+    /// Number of adjacent keys per list entry.
     pub block: usize,
-    /// Whether attention to other keys, which is in the outputs, is carried on.
+    /// True to continue attention to other keys, which is in the outputs.
     pub carry: bool,
-    /// Whether rows of the output's gradient lie behind those of queries.
+    /// True if rows of the output's gradient follow those of queries.
     pub backward: bool,
-    /// Whether rows of keys or values are more than 4 GB apart.
+    /// True if rows of keys or values are more than 4 GB apart.
     pub far_rows: bool,
 }
 
@@ -56,7 +55,7 @@ impl WarpgroupTile {
         GROUP_ROWS * self.warpgroups
     }
 
-    /// The width of what is written.
+    /// Returns the width of the output.
     pub fn out_dim(&self) -> usize {
         match self.backward {
             true => self.head_dim,
@@ -64,12 +63,12 @@ impl WarpgroupTile {
         }
     }
 
-    /// Registers of sums of so many columns: a vector has a power of two of them.
+    /// Returns the number of registers of sums of `dim` columns: a vector has a power of two of them.
     pub fn sums(dim: usize) -> usize {
         (dim / 2).next_power_of_two()
     }
 
-    /// Which of the rows are whose.
+    /// Returns the assignment of rows to heads and queries.
     pub fn cube_rows(&self) -> CubeRows {
         CubeRows {
             heads: self.heads,
@@ -78,12 +77,12 @@ impl WarpgroupTile {
         }
     }
 
-    /// Keys of a step that a warp copies.
+    /// Returns the number of keys of a step that a warp copies.
     pub fn warp_keys(&self) -> usize {
         self.cols / self.warps()
     }
 
-    /// What a warp's word says where all of its keys exist.
+    /// Returns a warp's mask if all of its keys exist.
     pub fn all(&self) -> u32 {
         match self.warp_keys() {
             32 => u32::MAX,
@@ -91,17 +90,17 @@ impl WarpgroupTile {
         }
     }
 
-    /// The query's rows of width head_dim, at the beginning,
+    /// Returns the layout of the query's rows of width head_dim, at the start.
     pub fn own(&self) -> Spans {
         Spans::far(self.rows(), self.head_dim)
     }
 
-    /// and behind them those of width value_dim, which only the backward pass has.
+    /// Returns the layout of the rows of width value_dim after them, which only the backward pass has.
     pub fn second(&self) -> Spans {
         Spans::far(self.rows(), self.value_dim)
     }
 
-    /// The keys of a step,
+    /// Returns the layout of the keys of a step.
     pub fn keys(&self) -> Spans {
         Spans {
             rows: self.cols,
@@ -110,7 +109,7 @@ impl WarpgroupTile {
         }
     }
 
-    /// and its values behind them.
+    /// Returns the layout of the values of a step, after its keys.
     pub fn values(&self) -> Spans {
         Spans {
             dim: self.value_dim,
@@ -130,22 +129,22 @@ impl WarpgroupTile {
         self.own().bytes() + second
     }
 
-    /// The barriers of steps that are there.
+    /// Returns the offset of the stages' barriers.
     pub fn full(&self) -> u32 {
         (self.ring_offset() + STAGES * self.step_bytes()) as u32
     }
 
-    /// The words of the warps for the first step and the first query, and so on.
+    /// Returns the offset of the masks: per stage and query, a word per warp.
     pub fn words(&self) -> u32 {
         self.full() + BARRIERS as u32
     }
 
-    /// Bytes of a step's words.
+    /// Returns the bytes of a stage's masks.
     pub fn step_words(&self) -> usize {
         QUERY_WORDS * self.queries
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.full() as usize + BARRIERS + STAGES * self.step_words()
     }

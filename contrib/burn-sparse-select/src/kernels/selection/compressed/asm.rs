@@ -1,11 +1,11 @@
-//! PTX of this kernel: votes, shuffles of words, bits, and wgmma of rows in registers.
+//! PTX helpers: ballots, shuffles of words, bit operations, and wgmma with the left factor in registers.
 
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::ptx::{Half, val};
 use blocksparse_cubecl::arch::tma::{DEPTH, ROW_ELEMENTS, registers};
 
-/// A bit for each unit of the warp whose `x` is above its `y`.
+/// Returns a ballot over the warp: one bit per unit whose `x` is greater than its `y`.
 #[cube]
 pub fn votes_above(x: u32, y: u32) -> u32 {
     let o: u32;
@@ -14,7 +14,7 @@ pub fn votes_above(x: u32, y: u32) -> u32 {
     o
 }
 
-/// A lane's word.
+/// Returns lane `lane`'s word.
 #[cube]
 pub fn word_of(x: u32, lane: u32) -> u32 {
     let o: u32;
@@ -22,7 +22,7 @@ pub fn word_of(x: u32, lane: u32) -> u32 {
     o
 }
 
-/// The word of the lane before; the first lane's own.
+/// Returns the previous lane's word; the first lane gets its own.
 #[cube]
 pub fn word_before(x: u32) -> u32 {
     let o: u32;
@@ -30,7 +30,7 @@ pub fn word_before(x: u32) -> u32 {
     o
 }
 
-/// How many bits are set.
+/// Counts the set bits.
 #[cube]
 pub fn count_bits(x: u32) -> u32 {
     let o: u32;
@@ -38,7 +38,7 @@ pub fn count_bits(x: u32) -> u32 {
     o
 }
 
-/// The lowest bit that is set; some bit is.
+/// Returns the index of the lowest set bit; at least one bit must be set.
 #[cube]
 pub fn lowest_bit(x: u32) -> u32 {
     let o: u32;
@@ -46,7 +46,8 @@ pub fn lowest_bit(x: u32) -> u32 {
     o
 }
 
-/// `a · bᵀ` `[64, cols]`: a warp's 16 rows of `a` in registers, which are behind the sums, and `b` K-major in spans of 64 columns in shared memory.
+/// Returns the PTX of `a · bᵀ` `[64, cols]`. A warp's 16 rows of `a` are in registers that follow the sums; `b` is K-major in shared memory, in spans of 64
+/// columns.
 fn register_product_text(half: Half, cols: usize, depth: usize, span: usize) -> String {
     let (ty, sums) = (half.ptx(), cols / 2);
     let mut text = String::from("{ .reg .b64 b; wgmma.fence.sync.aligned; ");
@@ -71,7 +72,7 @@ fn wait_product_text(sums: usize) -> String {
     text + "}"
 }
 
-/// Starts the product of rows `depth` times 16 wide, whose words are in two vectors. The result is there after [`wait_product`].
+/// Starts the product of rows `depth` times 16 wide, whose words are in two vectors. [`wait_product`] must run before the result is read.
 #[cube]
 pub fn register_product<P: Size, R: Size, S: Size>(
     low: Vector<u32, P>,
@@ -89,7 +90,7 @@ pub fn register_product<P: Size, R: Size, S: Size>(
     out
 }
 
-/// Waits for the product that was started.
+/// Waits for the product that [`register_product`] started.
 #[cube]
 pub fn wait_product<S: Size>(c: Vector<f32, S>) -> Vector<f32, S> {
     let out: Vector<f32, S>;
@@ -99,7 +100,7 @@ pub fn wait_product<S: Size>(c: Vector<f32, S>) -> Vector<f32, S> {
     out
 }
 
-/// Makes this unit's writes to shared memory known to wgmma.
+/// Makes this unit's writes to shared memory visible to wgmma.
 #[cube]
 pub fn async_fence() {
     gpu_asm!("fence.proxy.async.shared::cta;");

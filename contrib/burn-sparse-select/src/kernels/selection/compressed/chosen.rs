@@ -1,4 +1,4 @@
-//! The highest few of each query, in the units of a warp.
+//! Top-k per query, in the lanes of a warp.
 
 use cubecl::prelude::*;
 
@@ -6,12 +6,12 @@ use crate::kernels::selection::compressed::asm::{
     count_bits, lowest_bit, votes_above, word_before, word_of,
 };
 
-/// The highest few of each query: lane `i` has the `i`-th.
+/// Top-k per query: lane `i` has the `i`-th highest.
 #[derive(CubeType)]
 pub struct Chosen {
     keys: Array<u32>,
     pub blocks: Array<u32>,
-    /// Keys that others have to be above.
+    /// Lowest key of the top-k, which a new key must exceed.
     last: Array<u32>,
 }
 
@@ -29,7 +29,7 @@ pub fn nothing_chosen(#[comptime] queries: usize) -> Chosen {
     Chosen { keys, blocks, last }
 }
 
-/// Inserts the keys of some lanes, whose blocks rise, where they are among the highest of a query. Of equal ones those before stay before.
+/// Inserts the keys of some lanes, whose blocks ascend, if they are in a query's top-k. Ties stay in order.
 #[cube]
 pub fn insert_all(
     chosen: &mut Chosen,
@@ -42,13 +42,13 @@ pub fn insert_all(
     let lane = UNIT_POS_X % 32;
     let mut above = votes_above(key, chosen.last[query]) & lanes;
     if above != 0u32 {
-        // What those before push out of the highest `most` is inserted behind them, which does no harm and takes less time than to ask.
+        // A key may have dropped out of the top `most` by earlier insertions. It is then inserted after them, which is harmless and cheaper than a check.
         while above != 0u32 {
             let source = lowest_bit(above);
             let its_key = word_of(key, source);
             let its_block = word_of(block, source);
             let (own_key, own_block) = (chosen.keys[query], chosen.blocks[query]);
-            // As many are no lower.
+            // Number of keys that are not lower.
             let place = count_bits(!votes_above(its_key, own_key));
             let (key_before, block_before) = (word_before(own_key), word_before(own_block));
             let moved_key = select(lane == place, its_key, key_before);

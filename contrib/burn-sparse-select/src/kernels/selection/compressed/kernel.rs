@@ -1,16 +1,16 @@
-//! The kernel: a warp has all heads of some queries, and goes through the compressed blocks that they see.
+//! The kernel: a warp has all heads of some queries, and iterates over the compressed blocks that they see.
 //!
 //! ```text
-//! s = q · kᵀ                 wgmma or mma.sync: 16 rows are the heads of a query, of two or of four; queries stay in registers
-//! p = exp2(s − lse)          0 where a query does not see a compressed block
-//! sums over heads            8 lanes trade halves of what they have, so that each ends with some sums
-//! sums over what overlaps    of this step and the one before, in shared memory of the warp's own
-//! the highest few            a lane has the i-th highest of a query; what is above the last is inserted
+//! s = q · kᵀ           wgmma or mma.sync; 16 rows are the heads of one, two or four queries and stay in registers
+//! p = exp2(s − lse)    0 where a query does not see a compressed block
+//! sums over heads      8 lanes exchange halves of their columns; each ends with the sums of some columns
+//! sums over overlaps   over this step and the one before, in the warp's own shared memory
+//! top-k                lane i holds the i-th highest block of a query; blocks above the last one are inserted
 //! ```
 //!
-//! Keys are copied a step ahead. Warps meet once a step, when they have read the keys before.
+//! Keys are copied one step ahead. Warps synchronize once per step, after they have read the keys of the step before.
 
-// What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
+// Compile-time conditions stay separate from runtime ones; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
 use crate::kernels::selection::compressed::asm::async_fence;
@@ -32,28 +32,28 @@ use blocksparse_cubecl::tensor::check_rows;
 /// Sizes of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Sizes {
-    /// Heads of keys, and of queries that share one.
+    /// Number of KV heads, and of query heads per KV head.
     kv_heads: u32,
     group: u32,
-    /// Queries of a list here, the first of them, and all.
+    /// Number of queries of this launch, the first one, and the number of all queries.
     rows: u32,
     first_row: u32,
     seq_q: u32,
-    /// The position of the first of all.
+    /// Position of query 0.
     behind: u32,
-    /// Compressed blocks.
+    /// Number of compressed blocks.
     entries: u32,
-    /// Their tokens, from one to the next, and tokens of a block to choose from.
+    /// Tokens of a compressed block, tokens from one to the next, and tokens of a block to select from.
     block: u32,
     stride: u32,
     selected: u32,
-    /// Blocks to choose from.
+    /// Number of blocks to select from.
     blocks: u32,
-    /// Forced ones, the first and up to the own, and how many are chosen.
+    /// Number of forced blocks at the start, and up to the query's own; number of selected blocks.
     first: u32,
     local: u32,
     most: u32,
-    /// Cubes of a list, and all.
+    /// Number of cubes of a list, and of all.
     row_cubes: u32,
     cubes: u32,
     /// Words between batch entries, heads and queries.
@@ -62,10 +62,10 @@ struct Sizes {
     q_row: usize,
 }
 
-/// Makes attention sums of a call with this plan, or what they choose.
+/// Launches the kernel, which writes attention sums or the blocks selected by them.
 ///
 /// # Errors
-/// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
+/// [`KernelError`] if a tensor's layout is not supported, or it is too large, or if more blocks are selected than the plan serves.
 pub fn compressed_attention_sums(
     client: &Client,
     plan: &CompressedPlan,
@@ -146,8 +146,8 @@ pub fn compressed_attention_sums(
         q_head / 2,
         q_row / 2,
     );
-    // SAFETY: a cube below `cubes` reads queries and lse of rows that there are (others are the last one once more), keys below `entries`, and writes rows and
-    // columns of `out` that there are. Shared memory is as large as the tile says, and read and written within its parts.
+    // SAFETY: a cube below `cubes` reads queries and lse of existing rows (surplus rows repeat the last one), keys below `entries`, and writes existing rows
+    // and columns of `out`. Shared memory has the size of the tile, and accesses stay within its parts.
     unsafe {
         attention_sums::launch_unchecked(
             client,
@@ -169,8 +169,9 @@ pub fn compressed_attention_sums(
     Ok(())
 }
 
-/// `q` with any strides of 16 bytes in its outer dimensions and `k` `[batch, kv_heads, entries, width]` contiguous, in words; `lse` `[batch, heads, seq_q]`; `out` are
-/// the bits of f32 attention sums `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` makes powers of two of products.
+/// Computes attention sums, or selects blocks by them. `q` may have any strides in its outer dimensions that are multiples of 16 bytes; `k` is contiguous
+/// `[batch, kv_heads, entries, width]`; both are words. `lse` is `[batch, heads, seq_q]`. `out` holds the bits of f32 attention sums
+/// `[batch, kv_heads, rows, blocks]`, or of i32 blocks `[batch, kv_heads, rows, most]`. `factor` scales products to base-2 logits.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn attention_sums<P: Size, R: Size, S: Size>(
     q: &[u32],
@@ -195,14 +196,15 @@ fn attention_sums<P: Size, R: Size, S: Size>(
     let cube = CUBE_POS as u32;
     if cube < of.cubes {
         let list = cube / of.row_cubes;
-        // The last queries see most: theirs come first, so that what is left at the end is little.
+        // The last queries see most, so their cubes start first, which balances the tail.
         let cube_row =
             (of.row_cubes - 1 - cube % of.row_cubes) * comptime!(tile.queries()[1] as u32);
         let warp_row = cube_row + warp * comptime!(queries as u32);
         let batch = list / of.kv_heads;
         let kv_head = list % of.kv_heads;
 
-        // Of rows `across` and `across + 8` of each tile: what is added to powers, how many compressed blocks are seen, and where the lane's words begin.
+        // For rows `across` and `across + 8` of each tile: the shift of base-2 logits, the number of visible compressed blocks, and the offset of the lane's
+        // words.
         let mut shift = Array::<f32>::new(comptime!(2 * tiles));
         let mut seen = Array::<u32>::new(comptime!(2 * tiles));
         let mut starts = Array::<usize>::new(comptime!(2 * tiles));
@@ -215,7 +217,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
             let head = kv_head * of.group + min(member, of.group - 1);
             let of_heads = (batch * of.kv_heads * of.group + head) as usize;
             let log = lse[of_heads * of.seq_q as usize + query as usize];
-            // Rows that fill up, and those that see nothing, have no weights.
+            // Padding rows, and rows that see nothing, have weights of 0.
             let counts = member < of.group && log > f32::new(f32::NEG_INFINITY);
             let negative = log * comptime!(-std::f32::consts::LOG2_E);
             shift[i] = select(counts, negative, f32::new(f32::NEG_INFINITY));
@@ -242,7 +244,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
             }
         }
 
-        // The same for wgmma, whose operands are single vectors.
+        // Operands of wgmma are single vectors.
         let mut low = Vector::<u32, P>::zeroed();
         let mut high = Vector::<u32, R>::zeroed();
         if comptime!(tile.is_wgmma) {
@@ -258,7 +260,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
             }
         }
 
-        // Blocks up to the last that counts for any of the cube's queries.
+        // Blocks up to the last one that matters for any of the cube's queries.
         let last = min(cube_row + comptime!(tile.queries()[1] as u32), of.rows) - 1
             + of.first_row
             + of.behind;
@@ -272,7 +274,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
         let sums = base
             + comptime!(tile.sums_offset() as u32)
             + warp * comptime!((queries * tile.sums_pitch()) as u32);
-        // Nothing comes before the first step.
+        // No compressed block precedes the first step.
         #[unroll]
         for i in 0..comptime!(2 * queries) {
             let place = comptime!((i / 2 * tile.sums_pitch() + STEP * 4 + i % 2 * 128) as u32);
@@ -330,7 +332,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
                     let item = comptime!((i * 32) as u32) + lane;
                     let query = item / comptime!(per as u32);
                     let within = item % comptime!(per as u32);
-                    // Units without a query have the last one's.
+                    // Units without a query repeat the last one's.
                     let place = min(query, comptime!(queries as u32 - 1));
                     let attention_sum = overlapping(
                         sums + place * comptime!(tile.sums_pitch() as u32),
@@ -364,7 +366,7 @@ fn attention_sums<P: Size, R: Size, S: Size>(
                 }
             }
         }
-        // A copy may be under way.
+        // A copy may still be in flight.
         wait_copies();
 
         if comptime!(tile.chooses) {

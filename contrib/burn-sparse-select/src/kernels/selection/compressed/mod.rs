@@ -1,18 +1,18 @@
-//! The attention that blocks of keys get by way of compressed blocks, and the blocks that single queries choose by it, on tensor cores.
+//! Attention of key blocks via compressed blocks, and per-query selection by it, on tensor cores.
 //!
 //! ```text
 //! sum[J] = Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)
 //! ```
 //!
-//! ([NSA](https://arxiv.org/abs/2502.11089), equations 9 and 10.) A warp has all heads of some queries, so that everything from products to the choice stays in it:
-//! scores are never in memory, and attention sums only if they are asked for.
+//! ([NSA](https://arxiv.org/abs/2502.11089), equations 9 and 10.) A warp has all heads of some queries, so everything from products to the selection stays in
+//! it. Scores are never stored, and attention sums only on request.
 //!
 //! ```text
-//! tile      what a call gets, or why not
-//! kernel    a launch, and how a warp goes through compressed blocks
-//! steps     products, their sums over heads and over what overlaps
-//! chosen    the highest few
-//! asm       PTX of them
+//! tile      choice of the tile of a call, or the reason why it has none
+//! kernel    launch, and a warp's iteration over compressed blocks
+//! steps     products, and their sums over heads and overlaps
+//! chosen    top-k of each query
+//! asm       PTX of these
 //! ```
 
 mod asm;
@@ -33,28 +33,28 @@ pub use tile::{CompressedPlan, CompressedShape};
 use blocksparse::Always;
 use blocksparse_cubecl::TensorView;
 
-/// What a launch reads.
+/// Inputs of a launch.
 #[derive(Clone, Debug)]
 pub struct CompressedInputs {
     /// `[batch, heads, seq_q, width]`, in half precision.
     pub q: TensorView,
-    /// Keys of compressed blocks: `[batch, kv_heads, entries, width]`, contiguous, in the same type.
+    /// Keys of compressed blocks: contiguous `[batch, kv_heads, entries, width]`, in the dtype of `q`.
     pub k: Handle,
-    /// Natural logarithms of the sums of exponentials of each query's scores, −∞ where it sees nothing: `[batch, heads, seq_q]`, f32, contiguous.
+    /// Lse of each query over the compressed blocks, −∞ if it sees none: contiguous f32 `[batch, heads, seq_q]`.
     pub lse: Handle,
 }
 
-/// What is made of attention sums.
+/// Output of a launch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wanted {
-    /// Themselves, of some queries: `[batch · kv_heads, rows, blocks]`, f32; 0 behind what a query sees.
+    /// Attention sums of a range of queries: f32 `[batch · kv_heads, rows, blocks]`; 0 after the blocks that a query sees.
     AttentionSums(Range<usize>),
-    /// The blocks of the highest ones beside those that are forced, by falling attention sum, of equal ones the earlier: `[batch · kv_heads, seq_q, most]`, i32, −1 where
-    /// there are fewer.
+    /// Blocks with the highest sums in addition to the forced ones: i32 `[batch · kv_heads, seq_q, most]`, in descending order, ties in favor of the earlier,
+    /// −1 where there are fewer.
     Choice {
-        /// Blocks that are not chosen. Of those around a query's own there is at least its own.
+        /// Forced blocks, which are not selected by score. `local` is at least 1, the query's own block.
         forced: Always,
-        /// How many are chosen, at most.
+        /// Upper bound of the blocks that a query selects.
         most: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! What a step of the kernel does, apart from choosing.
+//! Parts of a step of the kernel, except for the selection.
 
 use cubecl::prelude::*;
 
@@ -13,10 +13,10 @@ use blocksparse_cubecl::arch::sm80::{
 use blocksparse_cubecl::arch::tma::{ROW, descriptor};
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// Stands for a key that there is not.
+/// Marks a missing key.
 const NOWHERE: u32 = u32::MAX;
 
-/// Starts to copy the keys of a step from entry `first` on; behind the last one there are zeros.
+/// Starts to copy the keys of a step from entry `first` on, with zeros after the last entry.
 #[cube]
 pub fn copy_keys(
     keys: u64,
@@ -34,7 +34,7 @@ pub fn copy_keys(
         let place = select(entry < entries, entry, comptime!(NOWHERE));
         let mut at = row * comptime!(tile.pitch() as u32) + piece * 16;
         if comptime!(tile.is_wgmma) {
-            // Spans of 64 numbers, whose eight pieces are swizzled.
+            // Spans of 64 elements, whose eight pieces are swizzled.
             at = piece / 8 * comptime!(tile.span() as u32)
                 + row * comptime!(ROW as u32)
                 + ((piece % 8) ^ (row % 8)) * 16;
@@ -48,7 +48,7 @@ pub fn copy_keys(
     }
 }
 
-/// Products of the warp's rows and the keys of a step, on wgmma: four warps have 64 rows.
+/// Multiplies the warp's rows with the keys of a step, on wgmma: four warps have 64 rows.
 #[cube]
 pub fn group_products<P: Size, R: Size, S: Size>(
     low: Vector<u32, P>,
@@ -74,7 +74,7 @@ pub fn group_products<P: Size, R: Size, S: Size>(
     s
 }
 
-/// Products of the warp's rows and the keys of a chunk, on mma.sync.
+/// Multiplies the warp's rows with the keys of a chunk, on mma.sync.
 #[cube]
 pub fn products(
     left: &Array<Vector<u32, Four>>,
@@ -112,7 +112,7 @@ pub fn products(
     s
 }
 
-/// Products to weights.
+/// Converts products to weights.
 #[cube]
 pub fn weigh(
     p: &mut Array<Vector<f32, Four>>,
@@ -136,7 +136,7 @@ pub fn weigh(
             p[comptime!(m * tile.eights() + n)] = four;
         }
     }
-    // Rows of later queries see no less.
+    // Rows of later queries see at least as much, so checking the first one suffices.
     if (chunk + 1) * comptime!(tile.chunk() as u32) > uniform(seen[0]) {
         #[unroll]
         for m in 0..comptime!(tile.tiles) {
@@ -157,9 +157,10 @@ pub fn weigh(
     }
 }
 
-/// Sums over the heads of each query, to shared memory.
+/// Sums over the heads of each query, into shared memory.
 ///
-/// A query's rows are `members` neighbours. Lanes whose rows are of one query trade halves of their eights of columns until each has its own.
+/// A query has `members` adjacent rows. The lanes of a query's rows reduce and scatter: in each step they exchange halves of their columns until each has its
+/// own sums.
 #[cube]
 pub fn sum_heads(
     p: &Array<Vector<f32, Four>>,
@@ -169,7 +170,7 @@ pub fn sum_heads(
     lane: u32,
     #[comptime] tile: AttentionSumTile,
 ) {
-    // Where rows `across` and `across + 8` are of one query, they are added first.
+    // If rows `across` and `across + 8` belong to one query, they are added first.
     let halves = comptime!(if tile.members == ROWS { 1usize } else { 2usize });
     let lanes = comptime!(tile.members.min(8));
     let kept = comptime!(2 * tile.eights() / lanes);
@@ -192,7 +193,7 @@ pub fn sum_heads(
             }
             #[unroll]
             for step in 0..comptime!(lanes.ilog2() as usize) {
-                // Sums that are kept, and the lane's bit that says which.
+                // Number of sums that a lane keeps, and the bit of the lane that selects which.
                 let few = comptime!(tile.eights() >> step);
                 let bit = comptime!((2 * lanes as u32) >> step);
                 let is_upper = lane & bit != 0;
@@ -209,7 +210,7 @@ pub fn sum_heads(
             let start = sums + query * comptime!(tile.sums_pitch() as u32) + along * 8;
             #[unroll]
             for i in 0..kept {
-                // Columns `2 along` and `2 along + 1` of an eight.
+                // Columns `2 along` and `2 along + 1` of a group of eight.
                 let at =
                     across % comptime!(lanes as u32) * comptime!(kept as u32) + comptime!(i as u32);
                 shared_store(start + at / 2 * 32 + at % 2 * 4, bits_of(own[i]));
@@ -218,14 +219,15 @@ pub fn sum_heads(
     }
 }
 
-/// What a block gets that begins at compressed block `place` of the ring of two steps: each stride of its tokens has as much of a compressed block as any other.
+/// Returns the sum of a block that starts at compressed block `place` of the ring of two steps. A compressed block distributes its weight evenly over its
+/// strides.
 #[cube]
 pub fn overlapping(sums: u32, place: u32, #[comptime] tile: AttentionSumTile) -> f32 {
     let (strides, before) = comptime!((tile.strides, tile.covered - 1));
     let mut attention_sum = 0.0f32.runtime();
     #[unroll]
     for i in 0..comptime!(strides + before) {
-        // The first of the strides that it has in the block, and the last.
+        // Number of strides that the compressed block has in the block.
         let weight =
             comptime!((before.min(strides + before - 1 - i) + 1 - before.saturating_sub(i)) as f32);
         let at =

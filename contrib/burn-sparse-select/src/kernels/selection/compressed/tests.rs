@@ -1,4 +1,4 @@
-//! Plans on devices that are only described.
+//! Plans on described devices.
 
 use cubecl::ir::{ElemType, FloatKind};
 
@@ -10,7 +10,7 @@ use blocksparse_cubecl::tuning::TierLimit;
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Which calls the kernel of attention sums of compressed blocks takes, and what its cubes have.
+/// Checks which calls the kernel serves, and the tiles of its cubes.
 #[test]
 fn attention_sums_on_described_devices() {
     let shape = CompressedShape {
@@ -89,7 +89,7 @@ fn attention_sums_on_described_devices() {
     }
     let simt = plan(&Fake::sm90(), BF16, shape, TierLimit::Simt);
     assert_eq!(simt, Err("BLOCKSPARSE_TIER says simt"));
-    // Every width's keys fit beside the sums; wgmma has them in spans of 64 numbers.
+    // For every width the keys fit next to the sums; wgmma has keys in spans of 64 elements.
     for width in (16..=256).step_by(16) {
         let text = on_h200(BF16, wide(width)).unwrap();
         assert_eq!(text.starts_with("wgmma"), width % 64 == 0, "{text}");

@@ -1,4 +1,4 @@
-//! What a call gets, or why not.
+//! Tile of a call, or the reason why there is none.
 
 use std::fmt;
 
@@ -12,20 +12,20 @@ use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 /// Sizes of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedShape {
-    /// Batch entries.
     pub batch: usize,
-    /// Heads of queries and of keys; these divide those.
+    /// Number of query heads and of KV heads; the latter divides the former.
     pub heads: [usize; 2],
-    /// Queries and keys; the last query sits at the last key.
+    /// Number of queries and keys; the last query is at the position of the last key.
     pub seq: [usize; 2],
-    /// Elements of a query.
+    /// Number of elements of a query.
     pub width: usize,
-    /// Tokens of a compressed block, from the beginning of one to the next, and of a block that is chosen: multiples of the second.
+    /// Tokens of a compressed block, tokens from the start of one to the next, and tokens of a block to select from. The first and last are multiples of the
+    /// second.
     pub blocks: [usize; 3],
 }
 
 impl CompressedShape {
-    /// Compressed blocks: those that are whole.
+    /// Returns the number of complete compressed blocks.
     pub fn entries(&self) -> usize {
         let [block, stride, _] = self.blocks;
         match self.seq[1].checked_sub(block) {
@@ -34,62 +34,62 @@ impl CompressedShape {
         }
     }
 
-    /// Blocks to choose from.
+    /// Returns the number of blocks to select from.
     pub fn chosen_from(&self) -> usize {
         self.seq[1].div_ceil(self.blocks[2])
     }
 
-    /// Batch entries times heads of keys.
+    /// Returns `batch · kv_heads`.
     pub fn lists(&self) -> usize {
         self.batch * self.heads[1]
     }
 
-    /// Compressed blocks that begin in a block that is chosen, and those that cover a token.
+    /// Returns the number of compressed blocks that start in a block to select from, and that cover a token.
     pub fn strides(&self) -> [usize; 2] {
         let [block, stride, selected] = self.blocks;
         [selected / stride, block / stride]
     }
 }
 
-/// Compressed blocks of a step.
+/// Number of compressed blocks of a step.
 pub const STEP: usize = 64;
 /// Rows of an mma.sync: the heads of some queries.
 pub const ROWS: usize = 16;
-/// Blocks that a query chooses, at most: as many as a warp has units.
+/// Maximum number of blocks that a query selects: one per lane.
 pub const MOST: usize = 32;
-/// Warps of a cube: few, so that a multiprocessor has cubes that wait for each other's keys at other times.
+/// Number of warps of a cube. It is small, so that a multiprocessor has several cubes that wait for keys at different times.
 const WARPS: usize = 4;
-/// Warps of a cube on wgmma: two groups of four.
+/// Number of warps of a cube on wgmma: two warpgroups.
 const GROUP_WARPS: usize = 8;
-/// Numbers of a span of keys that wgmma reads.
+/// Number of elements of a span of keys that wgmma reads.
 const ROW_ELEMENTS: usize = 64;
-/// Widest queries of which a warp holds two tiles in registers.
+/// Largest width at which a warp holds two tiles of queries in registers.
 const WIDE: usize = 192;
-/// Widest of all.
+/// Largest supported width.
 const WIDEST: usize = 256;
-/// Compressed blocks that overlap one that is chosen, at most: a unit adds them up one after the other.
+/// Maximum number of compressed blocks that overlap a block to select from: a unit adds them sequentially.
 const OVERLAPPING: usize = 40;
 
-/// What is compiled into the kernel.
+/// Compile-time parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionSumTile {
-    /// Whether tensors are bf16, and not f16.
+    /// True for bf16, false for f16.
     pub is_bf16: bool,
-    /// Elements of a query, a multiple of 16.
+    /// Number of elements of a query, a multiple of 16.
     pub width: usize,
-    /// Rows of a query: its heads, and what fills them up to a power of two.
+    /// Number of rows of a query: its heads, padded to a power of two.
     pub members: usize,
-    /// Warps of a cube.
+    /// Number of warps of a cube.
     pub warps: usize,
-    /// Times 16 rows of a warp. With 2 what a warp reads of keys is used twice.
+    /// Number of tiles of 16 rows of a warp. With 2 a warp uses each key that it reads twice.
     pub tiles: usize,
-    /// Compressed blocks that begin in one that is chosen: a power of two, no more than a step has.
+    /// Number of compressed blocks that start in a block to select from: a power of two, at most a step's.
     pub strides: usize,
-    /// Those that cover a token.
+    /// Number of compressed blocks that cover a token.
     pub covered: usize,
-    /// Whether blocks are chosen, and attention sums not written.
+    /// True to select blocks, false to write attention sums.
     pub chooses: bool,
-    /// Whether products are wgmma's, and not mma.sync's.
+    /// True for wgmma, false for mma.sync.
     pub is_wgmma: bool,
 }
 
@@ -131,7 +131,7 @@ impl AttentionSumTile {
             width,
             members,
             warps: if is_wgmma { GROUP_WARPS } else { WARPS },
-            // Of many queries there would be too much beside sums. wgmma reads keys once for four warps.
+            // With few heads, two tiles would have too many queries, whose sums would not fit. wgmma reads keys once for four warps anyway.
             tiles: if !is_wgmma && width <= WIDE && members >= 4 {
                 2
             } else {
@@ -148,12 +148,12 @@ impl AttentionSumTile {
         }
     }
 
-    /// The same, with blocks chosen or attention sums written.
+    /// Returns the tile that selects blocks or writes attention sums.
     pub fn choosing(self, chooses: bool) -> Self {
         Self { chooses, ..self }
     }
 
-    /// The type of tensors.
+    /// Returns the dtype of the tensors.
     pub fn half(&self) -> Half {
         match self.is_bf16 {
             true => Half::Bf16,
@@ -161,28 +161,28 @@ impl AttentionSumTile {
         }
     }
 
-    /// Units of a cube.
+    /// Returns the number of units of a cube.
     pub fn units(&self) -> usize {
         32 * self.warps
     }
 
-    /// Queries of a warp, and of a cube.
+    /// Returns the number of queries of a warp and of a cube.
     pub fn queries(&self) -> [usize; 2] {
         let of_warp = self.tiles * ROWS / self.members;
         [of_warp, of_warp * self.warps]
     }
 
-    /// Blocks of a step.
+    /// Returns the number of blocks of a step.
     pub fn blocks(&self) -> usize {
         STEP / self.strides
     }
 
-    /// Products deep.
+    /// Returns the number of 16-element slices of a row.
     pub fn depth(&self) -> usize {
         self.width / 16
     }
 
-    /// Compressed blocks that have sums in registers at a time: on mma.sync half a step, so that a multiprocessor has more warps.
+    /// Returns the number of compressed blocks with sums in registers at a time. On mma.sync it is half a step, which raises occupancy.
     pub fn chunk(&self) -> usize {
         match self.is_wgmma {
             true => STEP,
@@ -190,12 +190,13 @@ impl AttentionSumTile {
         }
     }
 
-    /// Eights of them.
+    /// Returns the number of groups of eight columns of a chunk.
     pub fn eights(&self) -> usize {
         self.chunk() / 8
     }
 
-    /// Vectors of the words of a row that a unit has, together no fewer: an asm takes powers of two. And of its sums.
+    /// Returns the sizes of the two vectors that hold a unit's words of a row, and of the vector of its sums. The two together hold at least the words: inline
+    /// PTX takes powers of two.
     pub fn vectors(&self) -> [usize; 3] {
         match (self.is_wgmma, self.width) {
             (false, _) => [4, 4, 4],
@@ -206,12 +207,13 @@ impl AttentionSumTile {
         }
     }
 
-    /// Bytes of a span of 64 numbers of a step's keys, as wgmma reads them.
+    /// Returns the bytes of a span of 64 elements of a step's keys, as wgmma reads them.
     pub fn span(&self) -> usize {
         STEP * 2 * ROW_ELEMENTS
     }
 
-    /// Bytes between two keys in shared memory: for mma.sync an odd number of 16-byte pieces, so that eight neighbours lie in different banks.
+    /// Returns the bytes from one key to the next in shared memory. For mma.sync this is an odd number of 16-byte pieces, so that eight adjacent keys use
+    /// different banks.
     pub fn pitch(&self) -> usize {
         match self.is_wgmma {
             true => self.width * 2,
@@ -219,28 +221,28 @@ impl AttentionSumTile {
         }
     }
 
-    /// Bytes of the keys of a step, of which there are two.
+    /// Returns the bytes of a step's keys, which are double-buffered.
     pub fn step_bytes(&self) -> usize {
         STEP * self.pitch()
     }
 
-    /// Where the sums over heads begin: of each query those of this step and of the one before.
+    /// Returns the offset of the sums over heads: for each query those of this step and the one before.
     pub fn sums_offset(&self) -> usize {
         2 * self.step_bytes()
     }
 
-    /// Bytes between the sums of two queries.
+    /// Returns the bytes between the sums of two queries.
     pub fn sums_pitch(&self) -> usize {
         (2 * STEP + 4) * 4
     }
 
-    /// Bytes of shared memory of a cube.
+    /// Returns the bytes of a cube's shared memory.
     pub fn shared_bytes(&self) -> usize {
         self.sums_offset() + self.queries()[1] * self.sums_pitch()
     }
 }
 
-/// How the kernel makes the attention sums of a call. It prints.
+/// Plan of the attention sums of a call. It can be printed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompressedPlan {
     pub(crate) shape: CompressedShape,
@@ -248,10 +250,10 @@ pub struct CompressedPlan {
 }
 
 impl CompressedPlan {
-    /// The plan of a call of tensors of a type.
+    /// Returns the plan of a call.
     ///
     /// # Errors
-    /// Why the kernel does not take it.
+    /// The reason why the kernel does not serve it.
     pub fn new(
         client: &Client,
         dtype: ElemType,
@@ -261,7 +263,7 @@ impl CompressedPlan {
         Self::of(client.properties(), dtype, shape, limit)
     }
 
-    /// The plan of a call on a device that is described.
+    /// Returns the plan of a call on a described device.
     pub(crate) fn of(
         properties: &DeviceProperties,
         dtype: ElemType,
@@ -272,7 +274,7 @@ impl CompressedPlan {
         Ok(Self { shape, tile })
     }
 
-    /// Whether it chooses so many blocks of a query.
+    /// Returns whether the kernel selects up to `most` blocks per query.
     pub fn chooses(&self, most: usize) -> bool {
         most <= MOST
     }
