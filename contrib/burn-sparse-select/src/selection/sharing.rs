@@ -11,11 +11,11 @@ pub enum GqaReduction {
     /// Every query head selects separately.
     #[default]
     PerHead,
-    /// The query heads of a KV head share a selection by the sum of their scores.
+    /// Query heads of a KV head share a selection by the sum of their scores.
     Sum,
-    /// As `Sum`, by the mean.
+    /// Query heads of a KV head share a selection by the mean of their scores.
     Mean,
-    /// As `Sum`, by the maximum.
+    /// Query heads of a KV head share a selection by the maximum of their scores.
     Max,
 }
 

@@ -37,7 +37,7 @@ pub enum ByKeys {
     Blocks(Tile),
     /// One record per query (or group) and listed key, on mma.sync.
     Records(SpreadTile),
-    /// The same on wgmma.
+    /// One record per query (or group) and listed key, on wgmma.
     WarpgroupRecords(SpreadGroups),
 }
 

@@ -34,7 +34,7 @@ pub fn highest_of_rows(
     let (all, chosen) = (count * of.blocks, count * of.most);
     let address = address_of(client, all.max(chosen).max(32 * count))?;
     let cubes = spread(client, count.div_ceil(WARPS) as u64)?;
-    // SAFETY: a warp below `count` reads the scores of its row and writes the picks of its row.
+    // SAFETY: a warp below `count` reads the scores of its row and writes the selection of its row.
     unsafe {
         highest::launch_unchecked(
             client,

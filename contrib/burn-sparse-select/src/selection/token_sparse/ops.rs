@@ -18,7 +18,7 @@ use burn_blocksparse::internal::values::{LayoutTensors, OutputGrads};
 /// Upper bound of the scores in memory at a time. A single query may exceed it.
 const SLAB_SCORES: usize = 1 << 22;
 
-/// What the entries of lists refer to, with the sizes that no shape contains.
+/// Kind of list entries, with the sizes that no shape contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sparsity {

@@ -368,7 +368,7 @@ struct Step {
     /// Pieces of 16 bytes from one head to the next, and from one query to the next.
     head: u64,
     query: u64,
-    /// The same for the output's gradient.
+    /// Address and strides of the output's gradient, likewise.
     grads: u64,
     grad_head: u64,
     grad_query: u64,
