@@ -413,7 +413,7 @@ pub struct PartRequest<'a> {
     pub request: &'a Request,
     /// Number of keys of the call.
     pub seq_kv: usize,
-    /// How positions are listed. `None` means in order.
+    /// Order of positions, by residue class. `None` means consecutive positions.
     pub residue: Option<Residue>,
     /// Whether the part continues the softmax state of earlier parts.
     pub carry: bool,

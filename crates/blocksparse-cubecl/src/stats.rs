@@ -21,7 +21,7 @@ pub struct Wanted {
     pub pitch: usize,
     /// Factor of lse.
     pub lse_factor: f64,
-    /// How places list positions. `None` means in order.
+    /// Order of positions, by residue class. `None` means consecutive positions.
     pub residue: Option<Residue>,
 }
 
@@ -80,7 +80,7 @@ pub fn make(pass: &BackwardPass, wanted: Wanted) -> Result<Handle, KernelError> 
 /// Like [`make`], without a pass.
 ///
 /// # Errors
-/// As [`make`].
+/// Those of [`make`].
 pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> {
     let (client, batch, heads) = (known.client, known.batch, known.heads);
     let (value_dim, [dtype, accumulator]) = (known.value_dim, known.dtypes);
@@ -128,7 +128,7 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
 /// Computes the stats of all positions in order, which the `simt` tier reads.
 ///
 /// # Errors
-/// As [`make`].
+/// Those of [`make`].
 pub fn make_plain(pass: &BackwardPass) -> Result<Handle, KernelError> {
     let wanted = Wanted {
         pitch: pass.layout.seq_q(),

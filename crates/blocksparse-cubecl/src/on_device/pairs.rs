@@ -14,7 +14,7 @@ use blocksparse::{BlockSource, PositionMask};
 /// Units per cube, if the device has as many.
 pub const UNITS: u32 = 128;
 
-/// What determines the allowed pairs.
+/// Source of the allowed pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Seen {
     /// A rule on the positions of query and key.

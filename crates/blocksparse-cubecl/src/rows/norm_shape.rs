@@ -12,7 +12,7 @@ pub const LANE_NUMBERS: usize = 32;
 /// Compile-time parameters of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kind {
-    /// How units share rows.
+    /// Distribution of rows over units.
     pub tile: RowTile,
     /// Whether the mean is subtracted.
     pub centered: bool,

@@ -1,4 +1,4 @@
-//! How the units of a cube share rows.
+//! Distribution of rows over the units of a cube.
 
 // Integers in kernels do not have this method.
 #![allow(clippy::manual_is_multiple_of)]
@@ -12,7 +12,7 @@ use crate::limits::{most_units, vector_of};
 /// Units per cube, unless a row needs more.
 const CUBE_UNITS: usize = 256;
 
-/// How the units of a cube share rows. Each of `rows` rows has `lanes` consecutive units, and a lane has every `lanes`-th vector.
+/// Distribution of rows over the units of a cube. Each of `rows` rows has `lanes` consecutive units, and a lane has every `lanes`-th vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowTile {
     /// Units per row, a power of two.
