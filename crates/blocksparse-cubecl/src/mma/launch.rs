@@ -21,7 +21,7 @@ use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_score, factors, is_u32};
 use blocksparse::plan::Mainloop;
 
-/// Checks what a plan does not know about the tensors of a launch.
+/// Checks the properties of a launch's tensors that a plan does not know.
 ///
 /// # Errors
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.

@@ -83,7 +83,7 @@ pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     sum
 }
 
-/// Returns how units share rows of `width` elements, whose widest type is `element`. A unit has about `numbers` elements.
+/// Returns the distribution over units of rows of `width` elements, whose widest type is `element`. A unit has about `numbers` elements.
 pub fn tile_of(
     properties: &DeviceProperties,
     width: usize,

@@ -6,7 +6,7 @@
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-/// Units whose numbers are added up as a group, without planes.
+/// Units whose values are added up as a group, without planes.
 const TOGETHER: usize = 16;
 
 /// Method of prefix sums over units.
