@@ -203,7 +203,7 @@ impl ScoreOptions {
     }
 }
 
-/// How the scalar kernels index the tensors of a call.
+/// Indexing of a call's tensors in the scalar kernels.
 #[derive(Clone, Copy)]
 pub struct Indexing {
     /// Elements per vector load.

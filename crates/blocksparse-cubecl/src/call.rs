@@ -185,7 +185,7 @@ impl Gradients {
     }
 }
 
-/// Options of scores and weights besides scaled products. Kernels are compiled for them, so what is off costs nothing.
+/// Options of scores and weights besides scaled products. Kernels are compiled for them, so an option that is off costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ScoreKind {
     /// Whether scores are softcapped.
@@ -357,7 +357,7 @@ fn check_device(is_it: bool, reason: &'static str) -> Result<(), &'static str> {
     }
 }
 
-/// Checks for what kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
+/// Checks that the device has the features that kernels on mma.sync need: ldmatrix, cp.async and products of bf16.
 pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     let capability = properties.identity.fingerprint.strip_prefix("ptx_sm");
     let capability: u32 = capability.and_then(|text| text.parse().ok()).unwrap_or(0);
@@ -365,7 +365,7 @@ pub fn check_ampere(properties: &DeviceProperties) -> Result<(), &'static str> {
     check_device(capability >= 80, reason)
 }
 
-/// Checks for what kernels on wgmma need.
+/// Checks that the device has the features that kernels on wgmma need.
 pub fn check_hopper(properties: &DeviceProperties) -> Result<(), &'static str> {
     let is_it = properties.identity.fingerprint == "ptx_sm90";
     check_device(is_it, "the device is not of compute capability 9.0")
@@ -413,7 +413,7 @@ pub struct PartRequest<'a> {
     pub request: &'a Request,
     /// Number of keys of the call.
     pub seq_kv: usize,
-    /// How positions are listed. `None` means in order.
+    /// Order of positions, by residue class. `None` means consecutive positions.
     pub residue: Option<Residue>,
     /// Whether the part continues the softmax state of earlier parts.
     pub carry: bool,

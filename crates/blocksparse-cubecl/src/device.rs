@@ -81,7 +81,7 @@ struct DeviceLinePlans(Slots<(DeviceKey, Lines), Option<Arc<DeviceLinePlan>>>);
 /// Returns the line plan of a layout, on the client's device.
 ///
 /// # Errors
-/// As [`plan`].
+/// Those of [`plan`].
 pub fn line_plan(
     client: &Client,
     layout: &BlockLayout,

@@ -13,7 +13,7 @@
 //! use atomics in arbitrary order. [`plan`](blocksparse::plan) describes the tiles of a cube.
 //!
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] has the kernels it runs, chosen from the layout, the request and the device, and can be
-//! printed. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
+//! printed. Nothing falls back silently: a call that cannot run returns a [`KernelError`] before anything is launched.
 //!
 //! ```text
 //! call       a call as data: views, Request, ScoreKind        error      errors of calls

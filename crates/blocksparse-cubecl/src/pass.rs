@@ -16,7 +16,7 @@ use blocksparse::{BlockLayout, Residue};
 pub struct Part<'a> {
     /// Layout of the part's launches.
     pub layout: &'a BlockLayout,
-    /// How positions are listed. `None` means in order.
+    /// Order of positions, by residue class. `None` means consecutive positions.
     pub residue: Option<Residue>,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Pass<'a> {
     /// Checks the tensors and returns a pass that reads q, k, v and the tensors in `beside`.
     ///
     /// # Errors
-    /// As [`Indexing::new`], and if slopes would be uploaded inside a recording.
+    /// Those of [`Indexing::new`], and if slopes would be uploaded inside a recording.
     pub fn new(
         client: &'a Client,
         layout: &'a BlockLayout,

@@ -1,7 +1,7 @@
-//! Recordings of launches, and what must not happen inside them.
+//! Recordings of launches, and checks of what must not happen inside them.
 //!
 //! Every replay of a recording repeats its launches, and also its copies from the host: with the original bytes, and on CUDA without an error. So nothing
-//! is uploaded while a stream records. A call before the recording must make what it needs.
+//! is uploaded while a stream records. A call before the recording must upload what it needs.
 
 use std::sync::{Mutex, PoisonError};
 

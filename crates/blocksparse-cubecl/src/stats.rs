@@ -14,19 +14,19 @@ use blocksparse::Residue;
 /// Units per cube.
 const UNITS: u32 = 64;
 
-/// Which queries' stats to compute, and in what layout.
+/// Queries whose stats to compute, and their layout.
 #[derive(Clone, Copy)]
 pub struct Wanted {
     /// Places per head.
     pub pitch: usize,
     /// Factor of lse.
     pub lse_factor: f64,
-    /// How places list positions. `None` means in order.
+    /// Order of positions, by residue class. `None` means consecutive positions.
     pub residue: Option<Residue>,
 }
 
 impl Wanted {
-    /// All places of a part, padded to a multiple, with lse in base 2: what tensor-core kernels read.
+    /// All places of a part, padded to a multiple, with lse in base 2: the layout of tensor-core kernels.
     pub fn of_places(part: Part, multiple: usize) -> Self {
         Self {
             pitch: part.layout.seq_q().next_multiple_of(multiple),
@@ -80,7 +80,7 @@ pub fn make(pass: &BackwardPass, wanted: Wanted) -> Result<Handle, KernelError> 
 /// Like [`make`], without a pass.
 ///
 /// # Errors
-/// As [`make`].
+/// Those of [`make`].
 pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> {
     let (client, batch, heads) = (known.client, known.batch, known.heads);
     let (value_dim, [dtype, accumulator]) = (known.value_dim, known.dtypes);
@@ -93,7 +93,7 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
     let lanes = delta::delta_lanes(client.properties(), value_dim / width);
     let units = rows as u64 * lanes as u64;
     let cubes = spread(client, units.div_ceil(u64::from(UNITS)))?;
-    // SAFETY: a unit reads the row of the query at its place, if there is one, and writes its own two numbers and some of those after all rows. The buffers
+    // SAFETY: a unit reads the row of the query at its place, if there is one, and writes its own two elements and some of those after all rows. The buffers
     // have the stated lengths (see `buffer`).
     unsafe {
         delta::delta::launch_unchecked(
@@ -128,7 +128,7 @@ pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> 
 /// Computes the stats of all positions in order, which the `simt` tier reads.
 ///
 /// # Errors
-/// As [`make`].
+/// Those of [`make`].
 pub fn make_plain(pass: &BackwardPass) -> Result<Handle, KernelError> {
     let wanted = Wanted {
         pitch: pass.layout.seq_q(),

@@ -67,7 +67,7 @@ pub fn check_rows(
     }
 }
 
-/// Checks what a plan does not know of a call's scores: the scale, and that the table of distances can be indexed in signed 32 bits.
+/// Checks the properties of a call's scores that a plan does not know: the scale, and that the table of distances can be indexed in signed 32 bits.
 pub fn check_score(options: &ScoreOptions) -> Result<(), KernelError> {
     let what = "the numbers of a table of distances";
     KernelError::check(what, i32::MAX as u32, options.table_len())?;

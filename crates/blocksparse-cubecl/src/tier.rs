@@ -247,7 +247,7 @@ impl BiasTile {
     /// Adds a part's gradient of the bias to `out`.
     ///
     /// # Errors
-    /// As [`ForwardTile::launch`].
+    /// Those of [`ForwardTile::launch`].
     pub fn launch(
         &self,
         pass: &BackwardPass,
@@ -285,7 +285,7 @@ impl KnownStats {
     /// Returns the stats of all positions in order, computed at first use.
     ///
     /// # Errors
-    /// As [`stats::make`].
+    /// Those of [`stats::make`].
     pub fn plain(&mut self, pass: &BackwardPass) -> Result<Handle, KernelError> {
         if let Some(stats) = &self.plain {
             return Ok(stats.clone());
@@ -353,7 +353,7 @@ impl BackwardTile {
     /// Runs the backward pass over a part.
     ///
     /// # Errors
-    /// As [`ForwardTile::launch`].
+    /// Those of [`ForwardTile::launch`].
     pub fn launch(
         &self,
         pass: &BackwardPass,

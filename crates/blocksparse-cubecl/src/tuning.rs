@@ -63,7 +63,7 @@ impl Default for Tuning {
     }
 }
 
-/// How queries attend to their lists.
+/// Method of attention to lists of single keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ListedWay {
@@ -225,7 +225,7 @@ impl Tuning {
     /// Returns the settings of the process's environment, which is read at the first call.
     ///
     /// # Errors
-    /// As [`parse`](Self::parse), at every call.
+    /// Those of [`parse`](Self::parse), at every call.
     pub fn of_process() -> Result<&'static Self, TuningError> {
         process().as_ref().map_err(|(error, _)| error.clone())
     }

@@ -65,7 +65,7 @@ pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
 instructions! {
     pub fn shared_store(address: u32, x: u32) = "st.shared.u32 [{address}], {x};";
 
-    /// Stores two numbers at an address that is a multiple of 8 bytes.
+    /// Stores two elements at an address that is a multiple of 8 bytes.
     pub fn shared_store_two(address: u32, first: f32, second: f32) = "st.shared.v2.f32 [{address}], {{{first}, {second}}};";
 
     /// Atomically increments a counter in shared memory.
@@ -161,7 +161,7 @@ instructions! {
     pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 = "fma.rn.ftz.f32 {o}, {a}, {b}, {c};", options(pure, nomem);
 }
 
-/// Packs two numbers in half precision, `low` in the lower half.
+/// Packs two values in half precision, `low` in the lower half.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let o: u32;
@@ -177,7 +177,7 @@ pub fn pack_at<S: Size>(x: &Vector<f32, S>, #[comptime] at: usize, #[comptime] h
 }
 
 instructions! {
-    /// Packs four numbers of at most 448 in E4M3, the first in the lowest byte. Rounds as `encode` does.
+    /// Packs four values of at most 448 in E4M3, the first in the lowest byte. Rounds as `encode` does.
     pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 =
         "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}", options(pure, nomem);
 
@@ -234,7 +234,7 @@ pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
 }
 
 instructions! {
-    /// Unpacks one of two numbers in half precision.
+    /// Unpacks one of two values in half precision.
     pub fn unpack(pair: u32; high: bool, half: Half) -> f32 =
         "{body} /* {o} {pair} */" with half.unpack_text(high), options(pure, nomem);
 

@@ -83,7 +83,7 @@ instructions! {
     pub fn round(x: u32) -> u32 = "cvt.rna.tf32.f32 {o}, {x};", options(pure, nomem);
 }
 
-/// Rounds operands to what mma.sync takes.
+/// Rounds operands to the precision of mma.sync.
 #[cube]
 pub fn operand(x: Vector<u32, Four>, #[comptime] element: Element) -> Vector<u32, Four> {
     let mut o = x;

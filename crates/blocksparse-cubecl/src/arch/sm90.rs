@@ -269,13 +269,13 @@ instructions! {
     /// Waits until the unit's bulk copies are in memory.
     pub fn bulk_wait() = "cp.async.bulk.wait_group 0;";
 
-    /// Reads a number that another cube may be writing.
+    /// Reads a word that another cube may be writing.
     pub fn peek(address: u64) -> u32 = "ld.relaxed.gpu.global.u32 {o}, [{address}];";
 
-    /// Reads four numbers that other cubes have written, from L2.
+    /// Reads four elements that other cubes have written, from L2.
     pub fn peek_four(address: u64) -> Vector<f32, Const<4>> = "ld.relaxed.gpu.global.v4.f32 {o}, [{address}];";
 
-    /// Reads two numbers of read-only memory.
+    /// Reads two elements of read-only memory.
     pub fn read_two(address: u64) -> Vector<f32, Const<2>> = "ld.global.nc.v2.f32 {o}, [{address}];", options(nomem);
 
     /// Atomically increments a counter that all cubes share, and returns its old value.
@@ -287,16 +287,16 @@ instructions! {
     /// Orders the unit's earlier reads of global memory before its later bulk copies and additions.
     pub fn async_fence_global() = "fence.proxy.async.global;";
 
-    /// Waits until a number equals `x`.
+    /// Waits until a word equals `x`.
     pub fn wait_until(address: u64, x: u32) =
         "{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{address}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}";
 
-    /// Writes a number that another cube may be reading.
+    /// Writes a word that another cube may be reading.
     pub fn post(address: u64, x: u32) = "st.relaxed.gpu.global.u32 [{address}], {x};";
 
     pub fn store_number(address: u64, x: f32) = "st.global.f32 [{address}], {x};";
 
-    /// Writes two numbers at an address that is a multiple of 8.
+    /// Writes two elements to an address that is a multiple of 8.
     pub fn store_pair(address: u64, x: f32, y: f32) = "st.global.v2.f32 [{address}], {{{x}, {y}}};";
 
     /// Waits for the other lanes of the warp.

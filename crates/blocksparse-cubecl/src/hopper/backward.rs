@@ -314,7 +314,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 if comptime!(t.score.dropout) {
                     left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.score), t.half);
                 }
-                // Of the weights, only gradients are needed from here on, so no register has to keep scores.
+                // From here on, p is used for gradients of scores only. With the softcap's derivative multiplied in, no register has to keep the scores.
                 if comptime!(!t.score.biased()) {
                     capped = s;
                 }

@@ -1,4 +1,4 @@
-//! How many cubes share the queries of a tile of keys, or the steps of a long tile, so that all multiprocessors have work until the end.
+//! Chooses how many cubes share the queries of a tile of keys, or the steps of a long tile, so that all multiprocessors have work until the end.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};

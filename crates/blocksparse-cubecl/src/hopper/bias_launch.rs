@@ -32,7 +32,7 @@ pub struct BiasTiles {
 /// Adds a part's gradient of a bias with an element per pair. It is one launch, or one per pattern if heads with different patterns share elements.
 ///
 /// # Errors
-/// As `check`.
+/// Those of `check`.
 pub fn launch_bias_pairs(
     pass: &BackwardPass,
     part: Part,
@@ -119,7 +119,7 @@ fn patterns(
 /// over batch entries and heads that share the bias.
 ///
 /// # Errors
-/// As `check`.
+/// Those of `check`.
 pub fn launch_bias_keys(
     pass: &BackwardPass,
     part: Part,

@@ -116,7 +116,7 @@ fn pack_block<E: Float, N: Size>(
             sync_cube();
             #[unroll]
             for i in 0..each {
-                // Of 16 keys, a unit has the weights of 2t, 2t + 1, 2t + 8 and 2t + 9.
+                // Per 16 keys, a unit has the weights of 2t, 2t + 1, 2t + 8 and 2t + 9.
                 let word = unit + comptime!(i * UNITS);
                 let (column, four) = (word / 16, word % 16);
                 let key = four / 4 * 16 + four % 4 * 2;

@@ -114,7 +114,7 @@ impl Sizes {
 /// Runs the backward pass over a part. `known` are the stats of an earlier part, if any.
 ///
 /// # Errors
-/// As `check`, and if a tensor is too large. Then nothing was launched.
+/// Those of `check`, and if a tensor is too large. In this case nothing has been launched.
 pub fn launch_fused(
     pass: &BackwardPass,
     part: Part,

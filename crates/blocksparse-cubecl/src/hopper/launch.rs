@@ -102,7 +102,7 @@ fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> 
 /// Runs the forward pass over a part into `out` and `lse`. With `carry`, these hold the results of earlier parts.
 ///
 /// # Errors
-/// As `check`, and if the output is too large. Then nothing was launched.
+/// Those of `check`, and if the output is too large. In this case nothing has been launched.
 pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), KernelError> {
     let (client, request, [q, k, v]) = (pass.client, pass.request, pass.inputs);
     let outputs = pass.outputs;
@@ -166,7 +166,7 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
 /// Runs the backward pass over a part in two mainloops.
 ///
 /// # Errors
-/// As `check`, and if a gradient is too large.
+/// Those of `check`, and if a gradient is too large.
 pub fn launch_mainloops(
     pass: &BackwardPass,
     part: Part,

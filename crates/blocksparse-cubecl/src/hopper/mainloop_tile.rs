@@ -87,7 +87,7 @@ impl MainloopTile {
 impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f, self.shared_bytes())?;
-        // Two warpgroups with the same rows would have to agree on what to skip.
+        // Two warpgroups with the same rows would have to agree on the steps to skip.
         f.write_str(described_threshold(self.score, !self.shared))?;
         match self.shared {
             true => write!(f, ", dV and dK by a warpgroup each"),

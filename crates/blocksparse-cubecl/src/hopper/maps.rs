@@ -9,13 +9,13 @@ use crate::args::boxes_of;
 use crate::call::TensorView;
 use blocksparse::Residue;
 
-/// Returns a map of `[rows, pitch, 2]` numbers with boxes of `group` places.
+/// Returns a map of `[rows, pitch, 2]` elements with boxes of `group` places.
 pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
     let boxes = TiledArgs {
         tile_size: [1, group * 2].into(),
     };
     let (strides, shape) = ([pitch * 2, 1].into(), [rows, pitch * 2].into());
-    // SAFETY: the stats have two numbers for each of `rows · pitch` places.
+    // SAFETY: the stats have two elements for each of `rows · pitch` places.
     let stats = unsafe { TensorArg::from_raw_parts(stats.clone(), strides, shape) };
     TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
 }

@@ -53,7 +53,7 @@ pub fn quad_sum(x: f32) -> f32 {
     x + shuffle_xor(x, 2u32)
 }
 
-/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, and its `lse = (m + log2 l) · ln 2`. `factor` is that of dropout. A
+/// Stores one of the unit's two rows, whose elements begin at `offset` of every four, and its `lse = (m + log2 l) · ln 2`. `factor` is that of dropout. A
 /// row without keys gets 0 and −∞.
 #[cube]
 pub fn store_row<O: Size>(
@@ -83,7 +83,7 @@ pub fn store_row<O: Size>(
     }
 }
 
-/// Stores one of the unit's two rows, whose numbers begin at `offset` of every four, times `factor`.
+/// Stores one of the unit's two rows, whose elements begin at `offset` of every four, times `factor`.
 #[cube]
 pub fn write_row<O: Size>(
     out: &mut [Vector<u32, Four>],

@@ -209,7 +209,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
 /// Like [`choose`], for both mainloops of the backward pass.
 ///
 /// # Errors
-/// As [`choose`].
+/// Those of [`choose`].
 pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let rows = choose(part, Kernel::BackwardRows)?;
     Ok([rows, choose(part, Kernel::BackwardColumns)?])
@@ -218,7 +218,7 @@ pub fn choose_backward(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
 /// Like [`choose`], for the gradient of a bias in either mainloop. The bias may be of any size, since 64-bit addresses are used.
 ///
 /// # Errors
-/// As [`choose`].
+/// Those of [`choose`].
 pub fn choose_bias_gradient(part: &PartRequest) -> Result<[Tile; 2], &'static str> {
     let element = check_tier(part)?;
     let of_mainloop = |kernel| -> Result<Tile, &'static str> {

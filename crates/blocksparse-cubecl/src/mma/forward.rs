@@ -12,7 +12,7 @@
 //! With a threshold, a warp skips the rest of a step if all its scores are below `m` by more than that; the values have arrived in shared memory by then.
 //! Biases are added to the softcapped or scaled s before the maximum. Dropout removes pairs from p after they are summed.
 //!
-//! Two cubes share a multiprocessor and fill each other's gaps. The positions of a step's columns are computed once, one step ahead, and stored in shared
+//! Two cubes share a multiprocessor and fill each other's gaps. The positions of a step's columns are computed once, two steps ahead, and stored in shared
 //! memory.
 
 // Compile-time conditions stay separate from run-time ones, and kernels have no `is_multiple_of`.

@@ -1,4 +1,4 @@
-//! Rows in memory: their positions, copies into shared memory, and a unit's pairs of numbers.
+//! Rows in memory: their positions, copies into shared memory, and a unit's pairs of elements.
 
 use cubecl::prelude::*;
 
@@ -137,7 +137,7 @@ pub fn clear_beyond(
     }
 }
 
-/// Two neighbouring numbers in memory.
+/// Two neighbouring elements in memory.
 #[derive(CubeType, Clone, Copy)]
 pub struct NumberPair {
     /// First number.

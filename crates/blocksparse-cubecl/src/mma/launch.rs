@@ -21,7 +21,7 @@ use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_score, factors, is_u32};
 use blocksparse::plan::Mainloop;
 
-/// Checks what a plan does not know about the tensors of a launch.
+/// Checks the properties of a launch's tensors that a plan does not know.
 ///
 /// # Errors
 /// [`KernelError`] if cp.async cannot read a tensor, or the scale is not positive.
@@ -85,7 +85,7 @@ fn check_words(what: &'static str, elements: usize, element: Element) -> Result<
 /// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`], these hold the results of earlier parts.
 ///
 /// # Errors
-/// As `check`, and if the output is too large. Then nothing was launched.
+/// Those of `check`, and if the output is too large. In this case nothing has been launched.
 pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
     let (client, request, [q, k, v]) = (pass.client, pass.request, pass.inputs);
     let (outputs, options) = (pass.outputs, pass.options);
@@ -133,7 +133,7 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
 /// Runs the backward pass over a part: a loop over rows, and one over columns.
 ///
 /// # Errors
-/// As `check`, and if a gradient is too large.
+/// Those of `check`, and if a gradient is too large.
 pub fn launch_backward(
     pass: &BackwardPass,
     part: Part,
@@ -167,7 +167,7 @@ pub fn launch_backward(
 /// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
-/// As `check`.
+/// Those of `check`.
 pub fn launch_bias_gradient(
     pass: &BackwardPass,
     part: Part,

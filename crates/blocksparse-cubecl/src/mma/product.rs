@@ -18,7 +18,7 @@ pub fn lane_cols(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 
     (lane % 8 + lane / 16 * 8) * comptime!(t.pitch(dim) as u32) + lane / 8 % 2 * 16
 }
 
-/// Returns the offset from which a lane reads the right operand of `accumulate`: rows of matrices to transpose, or single numbers in tf32.
+/// Returns the offset from which a lane reads the right operand of `accumulate`: rows of matrices to transpose, or single elements in tf32.
 #[cube]
 pub fn lane_depth(lane: u32, #[comptime] dim: usize, #[comptime] t: Tile) -> u32 {
     let mut start = lane_rows(lane, dim, t);

@@ -25,7 +25,7 @@ pub struct Tile {
     pub value_dim: usize,
     /// Warps per cube.
     pub warps: usize,
-    /// Number of 16-row tiles per warp. With 2, a warp uses what it reads of the other operand twice.
+    /// Number of 16-row tiles per warp. With 2, a warp uses each element that it reads of the other operand twice.
     pub warp_tiles: usize,
     /// Columns per step.
     pub cols: usize,

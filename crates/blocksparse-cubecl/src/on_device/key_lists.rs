@@ -110,7 +110,7 @@ pub struct Queries {
 /// Returns the keys of each query of [`unique_keys`]'s lists, one bit each: u32 `[lists, seq_q, seq_kv / 32]`, rounded up.
 ///
 /// # Errors
-/// As [`unique_keys`].
+/// Those of [`unique_keys`].
 pub fn pair_bits(
     client: &Client,
     sizes: &KeyListSizes,

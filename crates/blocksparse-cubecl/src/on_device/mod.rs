@@ -447,7 +447,7 @@ impl Making<'_> {
         let most = client.properties().hardware.max_units_per_cube;
         let units = pairs::UNITS.min(most);
         // SAFETY: a cube writes the record, the entries and the masks of one tile, below `all`, and words of two masks and of heads, within the sections of
-        // `Room`. It reads the same parts of the whole plan, and numbers of its pattern.
+        // `Room`. It reads the same parts of the whole plan, and elements of its pattern.
         unsafe {
             pairs::of_pairs::launch_unchecked(
                 client,
@@ -480,7 +480,7 @@ impl Making<'_> {
         }
     }
 
-    /// Returns the numbers per pattern in the tensor that determines the pairs, and the offsets of the loop's rows and columns among them. For bits, the
+    /// Returns the elements per pattern in the tensor that determines the pairs, and the offsets of the loop's rows and columns among them. For bits, the
     /// second offset is the words per row instead.
     fn numbers(&self) -> (usize, [usize; 2]) {
         let shape = self.layout.shape();

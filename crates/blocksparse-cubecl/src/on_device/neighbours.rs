@@ -28,7 +28,7 @@ const OWN_FLAGS: usize = 8;
 /// Chunks whose bounds are searched at once.
 const SPAN: usize = 16;
 
-/// How the lists of neighbours are united.
+/// Options of a union of neighbours' lists.
 #[derive(Clone, Copy, Debug)]
 pub struct Uniting {
     /// Queries per group, at most 32. The last group may have fewer.
@@ -188,7 +188,7 @@ fn unite(
             let most = select(is_query, of.most, 0usize);
             let own = select(is_query, (first_row + query) * of.most, 0usize);
             let key = (span * comptime!(SPAN) + search / together) * comptime!(CHUNK);
-            // Of unordered lists, all entries are read for each chunk.
+            // If lists are unordered, all entries are read for each chunk.
             let mut bound = select(search / together == 0, 0usize, most);
             if comptime!(ascending) {
                 bound = first_from(given, own, most, key as i32);

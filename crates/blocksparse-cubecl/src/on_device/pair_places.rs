@@ -77,7 +77,7 @@ pub fn pair_places(
 /// Returns the places of the pairs of some queries, for these numbers of lists and keys. The index of the first query must be a multiple of 32.
 ///
 /// # Errors
-/// As [`pair_places`].
+/// Those of [`pair_places`].
 pub fn places_of(
     client: &Client,
     [lists, keys]: [usize; 2],

@@ -14,7 +14,7 @@ use blocksparse::{BlockSource, PositionMask};
 /// Units per cube, if the device has as many.
 pub const UNITS: u32 = 128;
 
-/// What determines the allowed pairs.
+/// Source of the allowed pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Seen {
     /// A rule on the positions of query and key.
@@ -24,7 +24,7 @@ pub enum Seen {
 }
 
 impl Seen {
-    /// Returns what determines the pairs of a choice, or `None` if it chooses blocks.
+    /// Returns the source of the pairs of a choice, or `None` if it chooses blocks.
     pub fn by(choice: BlockSource) -> Option<Self> {
         match choice {
             BlockSource::Positions(rule) | BlockSource::OwnPositions(rule) => {
@@ -36,7 +36,7 @@ impl Seen {
     }
 }
 
-/// Offsets of the whole plan's sections, and of numbers in the tensor.
+/// Offsets of the whole plan's sections, and of elements in the tensor.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Given {
     /// First tile record of each head.
@@ -51,9 +51,9 @@ pub struct Given {
     pub masks: usize,
     /// Last batch entry with heads of its own.
     pub last_entry: usize,
-    /// Offset of the rows' numbers in a pattern.
+    /// Offset of the rows' elements in a pattern.
     pub rows: usize,
-    /// Offset of the columns' numbers, or the words per row for bits.
+    /// Offset of the columns' elements, or the words per row for bits.
     pub cols: usize,
     /// Numbers per pattern.
     pub numbers: usize,

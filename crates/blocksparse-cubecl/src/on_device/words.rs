@@ -18,7 +18,7 @@ use cubecl::prelude::*;
 
 use blocksparse::plan::Mainloop;
 
-/// How bits are cut into tiles and steps: the compile-time shape of the kernels.
+/// Division of bits into tiles and steps: the compile-time shape of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cut {
     /// Whether rows are queries or keys.

@@ -65,7 +65,7 @@ pub fn vector_of(client: &Client, columns: usize, offset: Option<u64>) -> usize 
 pub struct RadixTile {
     /// Units per cube, a power of two that divides [`BINS`].
     pub units: usize,
-    /// How units add up their counts.
+    /// Method of adding up the units' counts.
     pub sums: UnitSums,
     /// Whether units count with PTX.
     pub ptx: bool,
@@ -303,7 +303,7 @@ fn select_row<N: Size, K: RowKeys>(
     threshold
 }
 
-/// Where a span's selected columns are written.
+/// Destination of a span's selected columns.
 #[derive(CubeType, Clone, Copy)]
 pub struct ListPlace {
     /// Start of the row's list, in blocks.

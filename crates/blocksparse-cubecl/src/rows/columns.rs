@@ -26,7 +26,7 @@ const NARROW_UNITS: usize = 8;
 /// Number of cubes that keep a large device busy.
 const CUBES: usize = 1024;
 
-/// How the units of a cube share a chunk of rows, as `columns × rows` units, and which columns they sum.
+/// Distribution of a chunk of rows over the units of a cube, as `columns × rows` units, and the columns to sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Shape {
     /// Units along a row, each with a vector.
@@ -150,7 +150,7 @@ pub fn column_sums(
 /// Like [`column_sums`], for a window of the columns of matrices `[inner, window.pitch]`: `output` is `[inner, window.width]`.
 ///
 /// # Errors
-/// As [`column_sums`].
+/// Those of [`column_sums`].
 pub fn window_sums(
     client: &Client,
     input: (&Handle, ElemType),

@@ -314,7 +314,7 @@ pub fn merge_rows(
 /// Computes the gradients of [`merge_rows`], in two launches.
 ///
 /// # Errors
-/// As [`merge_rows`].
+/// Those of [`merge_rows`].
 pub fn merge_rows_backward(
     client: &Client,
     of: &IndexedRows,

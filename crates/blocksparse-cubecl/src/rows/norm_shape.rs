@@ -12,7 +12,7 @@ pub const LANE_NUMBERS: usize = 32;
 /// Compile-time parameters of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kind {
-    /// How units share rows.
+    /// Distribution of rows over units.
     pub tile: RowTile,
     /// Whether the mean is subtracted.
     pub centered: bool,
@@ -83,7 +83,7 @@ pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
     sum
 }
 
-/// Returns how units share rows of `width` elements, whose widest type is `element`. A unit has about `numbers` elements.
+/// Returns the distribution over units of rows of `width` elements, whose widest type is `element`. A unit has about `numbers` elements.
 pub fn tile_of(
     properties: &DeviceProperties,
     width: usize,

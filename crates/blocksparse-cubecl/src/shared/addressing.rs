@@ -52,7 +52,7 @@ pub struct ForwardOutputs<O: CubePrimitive, F: CubePrimitive> {
     pub max_scores: ComptimeOption<Box<[F]>>,
 }
 
-/// How a plan lists positions: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.
+/// Order of positions in a plan: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Listing {
     /// Distance between the positions of a class.
@@ -112,7 +112,7 @@ pub struct Slice {
 #[derive(CubeType, CubeLaunch)]
 pub struct PlanWords {
     pub words: Box<[u32]>,
-    /// How the plan lists positions.
+    /// Order of positions in the plan.
     pub listing: Listing,
 }
 

@@ -7,7 +7,7 @@ use blocksparse::Quantization;
 /// Bits of ∞ without its sign. NaNs are larger.
 pub const INFINITY: u32 = 0x7f80_0000;
 
-/// Decodes the four numbers of a word, without their scale.
+/// Decodes the four elements of a word, without their scale.
 #[cube]
 pub fn decode_word<A: Float, N: Size>(
     word: u32,

@@ -1,11 +1,11 @@
-//! Integers that order f32 numbers.
+//! Integers in the order of f32 values.
 
 use cubecl::prelude::*;
 
 /// Key of +∞.
 pub const INFINITE: u32 = 0xff80_0000;
 
-/// Returns an integer that orders f32 numbers, given as bits. NaN is lowest, and −0 equals 0.
+/// Returns an integer in the order of f32 values, given as bits. NaN is lowest, and −0 equals 0.
 #[cube]
 pub fn key(number: u32) -> u32 {
     let size = number & 0x7fff_ffffu32;

@@ -1,4 +1,4 @@
-//! How the units of a cube share rows.
+//! Distribution of rows over the units of a cube.
 
 // Integers in kernels do not have this method.
 #![allow(clippy::manual_is_multiple_of)]
@@ -12,7 +12,7 @@ use crate::limits::{most_units, vector_of};
 /// Units per cube, unless a row needs more.
 const CUBE_UNITS: usize = 256;
 
-/// How the units of a cube share rows. Each of `rows` rows has `lanes` consecutive units, and a lane has every `lanes`-th vector.
+/// Distribution of rows over the units of a cube. Each of `rows` rows has `lanes` consecutive units, and a lane has every `lanes`-th vector.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RowTile {
     /// Units per row, a power of two.
@@ -23,7 +23,7 @@ pub struct RowTile {
     pub vector: usize,
     /// Vectors per row.
     pub row_vectors: usize,
-    /// Units that exchange numbers without shared memory: a power of two, 1 on a device without plane operations.
+    /// Units that exchange values without shared memory: a power of two, 1 on a device without plane operations.
     pub plane: usize,
 }
 
@@ -110,7 +110,7 @@ pub fn pair_shared(tile: &RowTile) -> usize {
     }
 }
 
-/// Returns the sums of two numbers over a row's lanes, in all lanes, with one barrier per step of a loop. `shared` has [`pair_shared`] elements. Even and
+/// Returns the sums of two values over a row's lanes, in all lanes, with one barrier per step of a loop. `shared` has [`pair_shared`] elements. Even and
 /// odd `step`s use a half each, so that no plane overwrites what another still reads.
 #[cube]
 pub fn pair_across_lanes<A: Float>(
@@ -164,7 +164,7 @@ pub enum Combine {
     Max,
 }
 
-/// Reduces two numbers.
+/// Reduces two values.
 #[cube]
 pub fn combine<A: Float>(a: A, b: A, #[comptime] by: Combine) -> A {
     match comptime!(by) {
@@ -195,7 +195,7 @@ pub fn across_lanes<A: Float>(
         sync_cube();
         #[unroll]
         for step in 0..comptime!((tile.lanes / tile.plane).ilog2()) {
-            // The units of a plane have the same number already; only other planes' numbers are missing.
+            // The units of a plane have the same value already; only other planes' values are missing.
             let half = comptime!(tile.lanes >> (step + 1));
             if lane < half {
                 let own = shared[unit];

@@ -6,10 +6,10 @@
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
-/// Units whose numbers are added up as a group, without planes.
+/// Units whose values are added up as a group, without planes.
 const TOGETHER: usize = 16;
 
-/// How units compute prefix sums.
+/// Method of prefix sums over units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnitSums {
     /// Units per cube: a power of two, at least a group.

@@ -10,7 +10,7 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use blocksparse::plan::EMPTY;
 
-/// How a step's dQ, `[columns, head_dim]`, is distributed over units, in vectors of four. Neighbouring units have neighbouring vectors of a row.
+/// Distribution of a step's dQ, `[columns, head_dim]`, over units, in vectors of four. Neighbouring units have neighbouring vectors of a row.
 #[derive(Clone, Copy)]
 struct Deal {
     /// Units along a row, a power of two.

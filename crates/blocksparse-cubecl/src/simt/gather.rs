@@ -96,7 +96,7 @@ impl Side {
 /// Rounds whose loads are in flight at once.
 const TOGETHER: usize = 4;
 
-/// How the loaded rows are distributed over the units in rounds, in vectors of four.
+/// Distribution of the loaded rows over units, in rounds of vectors of four.
 #[derive(Clone, Copy)]
 struct Deal {
     /// Vectors per row.

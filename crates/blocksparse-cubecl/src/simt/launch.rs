@@ -66,7 +66,7 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
 /// Runs both mainloops of the backward pass over a part, with the stats of all positions.
 ///
 /// # Errors
-/// As [`launch_forward`].
+/// Those of [`launch_forward`].
 pub fn launch_backward(
     pass: &BackwardPass,
     part: Part,
@@ -87,7 +87,7 @@ const UNITS: u32 = 256;
 /// Runs the fused backward pass over a part, with the stats of all positions.
 ///
 /// # Errors
-/// As [`launch_forward`].
+/// Those of [`launch_forward`].
 pub fn launch_fused(
     pass: &BackwardPass,
     part: Part,
@@ -143,7 +143,7 @@ struct GroupSums<'a> {
 /// Adds a part's gradient of the bias, in the loop that gives each of its elements one writer: over rows, or over columns if queries share a row.
 ///
 /// # Errors
-/// As [`launch_forward`].
+/// Those of [`launch_forward`].
 pub fn launch_bias_gradient(
     pass: &BackwardPass,
     part: Part,
