@@ -17,6 +17,7 @@ use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig};
 /// Heads of DeepSeek sparse attention: an indexer, and the number of keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
 pub struct DsaHeads {
+    /// Module that scores the keys.
     pub indexer: DsaIndexer,
     #[module(skip)]
     op: Dsa,
