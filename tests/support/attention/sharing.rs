@@ -104,7 +104,7 @@ pub fn threads_share_a_new_layout(devices: &[Device]) {
     }
 }
 
-/// Like [`check_shared`], for a layout made on the device by a thread that then only waits.
+/// Like `check_shared`, for a layout made on the device by a thread that then only waits.
 pub fn threads_share_a_new_device_layout(devices: &[Device]) {
     let case = read(["made on the device", "500 500 32", "dim 64, patterns 1 1"]);
     let [.., rows, columns] = case.dims();

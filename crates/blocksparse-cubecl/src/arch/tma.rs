@@ -27,7 +27,7 @@ pub fn descriptor(address: u32, #[comptime] span: usize) -> u64 {
     u64::cast_from(low) | comptime!((1u64 << 62) | (64u64 << 32))
 }
 
-/// Like [`descriptor`], of an operand with rows of 32, 64 or 128 bytes and a swizzle of the same width.
+/// Like `descriptor`, of an operand with rows of 32, 64 or 128 bytes and a swizzle of the same width.
 #[cube]
 pub fn descriptor_of(address: u32, #[comptime] span: usize, #[comptime] row: usize) -> u64 {
     let low = (address >> 4u32) | comptime!((span as u32 >> 4) << 16);
