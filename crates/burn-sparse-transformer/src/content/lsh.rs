@@ -15,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
 use super::{in_dtype, unit, widened};
-use crate::TransformerError;
 use crate::error::{Result, ensure, ensure_positive, ensure_shape, or_panics};
 use burn_blocksparse::internal::arange;
 
@@ -315,8 +314,8 @@ impl Round {
         let [[.., head_dim], _, [.., value_dim]] = rows.each_ref().map(Tensor::dims);
         let in_chunks = |x: Tensor<4>| {
             let [.., width] = x.dims();
-            let placed = gather_rows(x, self.tokens.clone(), users.clone())?;
-            Ok::<_, TransformerError>(placed.reshape([batch, heads, chunks, bucket, width]))
+            let placed = gather_rows(x, self.tokens.clone(), users.clone());
+            placed.map(|rows| rows.reshape([batch, heads, chunks, bucket, width]))
         };
         let [query, key, value] = rows;
         let [query, key, value] = [in_chunks(query)?, in_chunks(key)?, in_chunks(value)?];
