@@ -1,4 +1,4 @@
-//! `bench-linear`: times the matrix products of layers on tensor cores at the shapes of a model, or compares them with sums in f64.
+//! `bench-linear`: times the matmuls of layers on tensor cores at the shapes of a model, or compares them with sums in f64.
 
 mod linear_blocks;
 mod linear_epilogues;

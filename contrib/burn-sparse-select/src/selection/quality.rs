@@ -215,7 +215,7 @@ fn hidden(layout: &BlockLayout, queries: Range<usize>, device: &Device) -> Tenso
     Tensor::from_data(TensorData::new(hidden, dims), device)
 }
 
-/// Accumulated numbers of a head.
+/// Accumulated sums of a head.
 #[derive(Clone, Debug, Default)]
 struct Rows {
     recall: Vec<f64>,

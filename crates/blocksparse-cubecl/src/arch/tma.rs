@@ -1,4 +1,4 @@
-//! PTX of wgmma's operands, mbarriers and TMA, at run-time addresses. The `hopper` tier and the products of layers share it.
+//! PTX of wgmma's operands, mbarriers and TMA, at run-time addresses. The `hopper` tier and the matmuls of layers share it.
 
 use cubecl::prelude::*;
 

@@ -246,7 +246,7 @@ pub(crate) struct MlpKept<B: LinearOps> {
     pub x: Option<FloatTensor<B>>,
     pub inner: Option<FloatTensor<B>>,
     pub outer: Option<FloatTensor<B>>,
-    /// `x · W₁`, unless it is computed again.
+    /// `x · W₁`, unless it is recomputed.
     pub hidden: Option<FloatTensor<B>>,
 }
 

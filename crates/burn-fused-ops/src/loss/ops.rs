@@ -37,7 +37,7 @@ pub trait LossOps: Backend {
         compute::backward::<Self>(saved, dtypes)
     }
 
-    /// Computes the gradients for `Reduction::None` from a gradient for each loss, `[positions]`. The logits are computed again.
+    /// Computes the gradients for `Reduction::None` from a gradient for each loss, `[positions]`. The logits are recomputed.
     #[fusion(meta = meta::backward_of_positions)]
     fn position_cross_entropy_backward(
         #[extension_type] inputs: LossInputs<Self>,

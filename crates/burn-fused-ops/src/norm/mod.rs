@@ -129,7 +129,7 @@ impl<const D: usize> Residual<D> {
 ///
 /// Both outputs are differentiable. Use s' instead of the stream after the call, with or without a branch: the stream then has one consumer, and one kernel
 /// computes its gradient without adding whole streams. The graph stores the normed stream before gamma and beta, in h's dtype, and one number per row; the
-/// dropout mask is computed again from its seed ([`ElementDropout`]).
+/// dropout mask is recomputed from its seed ([`ElementDropout`]).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

@@ -141,7 +141,7 @@ impl FusedAdamW {
     /// steps in a [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph). A capture updates parameters and moments in place or fails with
     /// [`OpError::NotInPlace`], so nothing else may hold the model's parameters then, such as a clone or an autodiff graph.
     ///
-    /// Replayed steps count: [`to_bytes`](Self::to_bytes), called between runs, writes them.
+    /// Steps that a CUDA graph replays count: [`to_bytes`](Self::to_bytes), called between runs, writes them.
     ///
     /// # Errors
     /// Those of [`step`](Self::step); also if the control belongs to another optimizer or is not prepared, or if a parameter with a gradient had none in one
@@ -212,7 +212,7 @@ impl FusedAdamW {
         (model, norm)
     }
 
-    /// Returns the states, with replayed steps counted.
+    /// Returns the states, with the steps that CUDA graphs replayed.
     fn settled(&self) -> BTreeMap<u64, ParameterState> {
         let mut states = self.states.clone();
         if let Some(counted) = &self.counted {

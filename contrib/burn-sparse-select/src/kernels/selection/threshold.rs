@@ -13,10 +13,10 @@ use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// Rule that selects numbers of a line.
+/// Rule that selects elements of a line.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kept {
-    /// The highest numbers by count. The first numbers of a line are always selected and included in the count.
+    /// The highest elements by count. The first elements of a line are always selected and included in the count.
     Count {
         /// Number of selected numbers, for the first and the second kind of lines.
         all: [usize; 2],

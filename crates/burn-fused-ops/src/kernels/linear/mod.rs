@@ -1,4 +1,4 @@
-//! Products of layers: `a · b` of half-precision matrices with sums in f32. On wgmma and TMA on GPUs of compute capability 9.0, and on mma.sync and cp.async
+//! Matmuls of layers: `a · b` of half-precision matrices with sums in f32. On wgmma and TMA on GPUs of compute capability 9.0, and on mma.sync and cp.async
 //! on others from 8.0 on.
 //!
 //! ```text
